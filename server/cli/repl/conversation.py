@@ -155,5 +155,5 @@ class _Saved(TypedDict):
 def read_record(text: str) -> _Saved | None:
     """What `/save` wrote; None for anything else."""
     with contextlib.suppress(ValidationError):
-        return TypeAdapter(_Saved).validate_json(text, strict=True)
+        return TypeAdapter(_Saved).validate_json(text)
     return None

@@ -202,12 +202,26 @@ def test_ctrl_c_in_an_answer_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch
     assert talk.engine.requests[0].request_id in talk.engine.cancelled
 
 
+def test_ctrl_c_in_the_only_answer_is_told_by_the_exit_status() -> None:
+    talk = Talk()
+    talk.engine.script, talk.engine.max_texts = Script(texts=("One", " two", " three")), 2
+    talk.on_write = lambda text: os.kill(os.getpid(), signal.SIGINT) if text == " two" else None
+    assert talk.chat.answer("Hi") == 130
+
+
 def test_a_failure_is_one_line_and_the_message_is_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
     talk = Talk("Hi", "Hi again")
     talk.engine.script = Script(texts=(), error=StepFailed("it broke"))
     assert talk.run() == "\n"
     assert capsys.readouterr().err == "mlx-serve: it broke\n" * 2
     assert talk.transcript.texts == ["user: Hi", "user: Hi again"]
+
+
+def test_a_template_that_shows_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Talk("Hi", context_tokens=60)
+    talk.transcript.render = lambda *given, **more: talk.transcript.encode("")  # type: ignore[method-assign]
+    talk.run()
+    assert "has 0 tokens and the context 60; /new starts another" in capsys.readouterr().err
 
 
 def test_a_full_context_is_told_and_new_helps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,6 +193,12 @@ def test_what_is_damaged_changes_nothing(record: Any) -> None:
     assert dialogue == Dialogue("Be kind.", [{"role": "user", "content": "Hi"}])
 
 
+def test_a_parameter_that_no_model_takes_is_told_with_the_file(models: LocalModels, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text(json.dumps({**GOOD, "parameters": {"temperature": 9}}))
+    assert f"{file} cannot be loaded: temperature must be" in talk(models, f"/load {file}")
+
+
 def test_a_conversation_with_another_model_names_it(models: LocalModels, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     file.write_text(json.dumps({**GOOD, "model": "a/b"}))

@@ -24,7 +24,7 @@ from server.app.service import open_service
 from server.cli import ask
 from server.cli.cache import tree_lines
 from server.cli.main import app
-from server.cli.top import BAR, TopPage, gauge, lines, speeds_between
+from server.cli.top import BAR, TopPage, _after, gauge, lines, speeds_between
 from server.pool.pool import ModelPool
 from tests.support import forked
 from tests.support.apps import create_app
@@ -97,6 +97,13 @@ def test_requests_are_scrolled_through_and_those_that_wait_come_last() -> None:
     assert any("session 0 " in line for line in first) and not any("session 0 " in line for line in later)
     assert any("session 10 " in line for line in later) and any("before" in line for line in later)
     assert any("session 99" in line for line in shown(many, first=30, height=40))
+
+
+def test_arrows_move_through_the_requests_and_not_beyond() -> None:
+    page = TopPage("http://here", 80, 24)
+    assert [_after(key, page, 2).first for key in ("up", "down", "x")] == [0, 1, 0]
+    page = _after("down", page, 2)
+    assert [_after(key, page, 2).first for key in ("up", "down")] == [0, 1]
 
 
 def test_nothing_that_is_shown_moves_the_cursor() -> None:
