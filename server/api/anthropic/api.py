@@ -117,26 +117,20 @@ def _message(error: ApiError) -> str:
 VERSION_HEADER: Final = "anthropic-version"
 
 
-class AnthropicDialect(Dialect):
-    """The Messages API."""
-
+class _AnthropicDialect(Dialect):
     own_header = VERSION_HEADER
     error_type = MessagesErrorBody
 
     def api_key(self, headers: Mapping[str, str]) -> str:
-        """`x-api-key`, else the bearer token."""
         return header_text(headers.get("x-api-key", "")) or bearer_key(headers)
 
     def wrong_key(self) -> ApiError:
-        """The error that asks for a key."""
         return ApiError(Code.INVALID_API_KEY, "the key is missing or wrong; send it as x-api-key or as bearer token")
 
     def answer_headers(self, request_id: str) -> Mapping[str, str]:
-        """The request's id in Anthropic's header."""
         return {"request-id": request_id}
 
     def error_body(self, error: ApiError) -> MessagesErrorBody:
-        """Anthropic's error object, with this server's code."""
         code = _NO_THREADS if error.param == "thread" else error.code.value
         kind, message = error_type(error.status), _message(error)
         return {"type": "error", "error": {"type": kind, "message": message, "details": {"error_code": code}}}
@@ -146,7 +140,6 @@ class AnthropicDialect(Dialect):
         return sse_event(self.error_body(error), "error")
 
     def heartbeat(self, progress: str) -> bytes:
-        """A `ping`."""
         return sse_event({"type": "ping"}, "ping")
 
     def early_heartbeat(self, progress: str) -> bytes:
@@ -204,7 +197,7 @@ class DiagnosticsBody(TypedDict):
     """Only in a complete answer."""
 
 
-def usage_of(
+def _usage_of(
     request: GenerationRequest, started: Started, parts: Sequence[Finished], *, caches_all: bool
 ) -> MessagesUsage:
     """The counts of the first part's prompt, and of all output; with `caches_all` all of the prompt is cached."""
@@ -225,8 +218,7 @@ def usage_of(
     return usage
 
 
-def diagnostics_of(started: Started, session_id: str | None, finished: Finished | None = None) -> DiagnosticsBody:
-    """The reuse; for a finished request also times."""
+def _diagnostics_of(started: Started, session_id: str | None, finished: Finished | None = None) -> DiagnosticsBody:
     miss = started.reuse.miss
     reason: CacheMissReason | None = None
     if miss is not None and miss.reason in _MISS_TYPES:
@@ -263,16 +255,15 @@ class MessageAnswer(TypedDict):
 def create_message(context: ApiContext, incoming: Incoming) -> Exchange:
     """Answers the last message of a conversation."""
     body = parse_body(conversation.MessagesBody, incoming.fields, conversation.IN_MESSAGES)
-    return MessageExchange(context, incoming, body, conversation.find_model(context, body.model))
+    return _MessageExchange(context, incoming, body, conversation.find_model(context, body.model))
 
 
-class MessageExchange(Exchange):
+class _MessageExchange(Exchange):
     """Writes one message. After tool searches another exchange goes on."""
 
     def __init__(
         self, context: ApiContext, incoming: Incoming, body: conversation.MessagesBody, model: ServedModel
     ) -> None:
-        """Raises ApiError and the renderer's errors."""
         namespace = incoming.namespace(body.cache_salt)
         source = conversation.read_conversation(body, model, context.config, namespace)
         question = ask(incoming, model, source, conversation.read_params(body, model))
@@ -290,18 +281,15 @@ class MessageExchange(Exchange):
         self._finished: list[Finished] = []
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields the events of the message."""
         async for event in self._events(answer):
             yield sse_event(event, event["type"])
 
     async def body(self, answer: Answer) -> Payload:
-        """The whole answer."""
         async for _ in self._events(answer):
             pass
         return {**self._message, "content": self._content.so_far}
 
     def reply_messages(self) -> list[Message]:
-        """The answer as clients send it back."""
         reply = conversation.InputMessage.model_validate({"role": "assistant", "content": self._content.so_far})
         if any(block.type == "tool_search_tool_result" for block in reply.content):
             # Only reading the next request tells how definitions are worded.
@@ -345,7 +333,7 @@ class MessageExchange(Exchange):
         self._message = {**self._message, **stop, **costs}
         return {"type": "message_delta", "delta": stop, **costs, **self._edits}, {"type": "message_stop"}
 
-    async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
+    async def _next_part(self, part: "_MessageExchange") -> "_MessageExchange | None":
         finished, kinds = self._finished[-1], {block["type"] for block in part._content.so_far}
         is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None or self._num_left < 1
         is_for_client = "server_tool_use" not in kinds or "tool_use" in kinds
@@ -371,7 +359,7 @@ class MessageExchange(Exchange):
             content = {"type": "tool_search_tool_result_error", "error_code": str(error)}
         return {"type": "tool_search_tool_result", "tool_use_id": search["id"], "content": content}
 
-    def _open_next(self) -> "MessageExchange":
+    def _open_next(self) -> "_MessageExchange":
         messages, said = self._body.messages, self._content.so_far
         if self.conversation is not None and self.conversation.continues:
             messages, said = messages[:-1], [*messages[-1].model_dump()["content"], *said]
@@ -382,7 +370,7 @@ class MessageExchange(Exchange):
             longer["tool_choice"] = choice.model_copy(update={"type": "auto"})
         part = replace(self._incoming, request_id=f"{self._incoming.request_id}-{len(self._finished) + 1}")
         # The model is held, but may take no other requests any more, so it is not looked up again.
-        return MessageExchange(self._context, part, self._body.model_copy(update=longer), self.model)
+        return _MessageExchange(self._context, part, self._body.model_copy(update=longer), self.model)
 
     def _begun(self, started: Started) -> Payload:
         return {
@@ -398,8 +386,8 @@ class MessageExchange(Exchange):
         }
 
     def _costs(self, started: Started, last: Finished | None = None) -> Payload:
-        usage = usage_of(self.request, started, self._finished, caches_all=self._body.cache_control is not None)
-        return {"usage": usage, "diagnostics": diagnostics_of(started, self.request.session_id, last)}
+        usage = _usage_of(self.request, started, self._finished, caches_all=self._body.cache_control is not None)
+        return {"usage": usage, "diagnostics": _diagnostics_of(started, self.request.session_id, last)}
 
     def _stop_reason(self, finished: Finished) -> str:
         if finished.reason is FinishReason.LENGTH:
@@ -422,4 +410,4 @@ _SHARED_PATHS = (
     Endpoint("/v1/models", _MODELS, Operation(answer=ModelPage)).only_with(VERSION_HEADER),
     Endpoint("/v1/models/{model_id:path}", _MODELS, Operation(answer=ModelInfoBody)).only_with(VERSION_HEADER),
 )
-ANTHROPIC = AnthropicDialect((*with_and_without_v1(_ROUTES), *_SHARED_PATHS))
+ANTHROPIC = _AnthropicDialect((*with_and_without_v1(_ROUTES), *_SHARED_PATHS))

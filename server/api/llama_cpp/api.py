@@ -46,14 +46,13 @@ class LlamaCppError(TypedDict):
 LlamaCppErrorBody: TypeAlias = dict[Literal["error"], LlamaCppError]
 
 
-class LlamaCppDialect(Dialect):
+class _LlamaCppDialect(Dialect):
     """llama.cpp's endpoints beside those of OpenAI."""
 
     error_type = LlamaCppErrorBody
     own_paths = ("/slots", "/infill", "/lora-adapters", "/embedding")
 
     def error_body(self, error: ApiError) -> Payload:
-        """An object whose `code` is the status."""
         kind = ERRORS.get(error.status, "server" if error.status >= 500 else "invalid_request")
         return {"error": {"code": error.status, "message": error.message, "type": f"{kind}_error"}}
 
@@ -128,7 +127,7 @@ async def props(request: Request) -> Response:
     body = body_of(
         PropsBody,
         model.facts,
-        default_generation_settings={"n_ctx": model.context_tokens, "params": params_body(model.sampling)},
+        default_generation_settings={"n_ctx": model.context_tokens, "params": _params_body(model.sampling)},
         total_slots=context_of(request).config.slots,
         model_alias=model.id,
         model_path=model.id,
@@ -142,8 +141,7 @@ def _model_asked(request: Request) -> ServedModel:
     return context_of(request).pool.find(request.query_params.get("model"))
 
 
-def params_body(sampling: SamplingParams, n_predict: int = -1, stop: Sequence[str] = ()) -> DefaultParams:
-    """Sampling, limit and stop texts."""
+def _params_body(sampling: SamplingParams, n_predict: int = -1, stop: Sequence[str] = ()) -> DefaultParams:
     repeat, texts = sampling.repetition_penalty, list(stop)
     return body_of(DefaultParams, sampling, n_predict=n_predict, repeat_penalty=repeat, stop=texts)
 
@@ -151,17 +149,16 @@ def params_body(sampling: SamplingParams, n_predict: int = -1, stop: Sequence[st
 @inspect
 def apply_template(context: ApiContext, incoming: Incoming) -> Payload:
     """Answers with a conversation's prompt."""
-    return {"prompt": rendered(context, incoming).text}
+    return {"prompt": _rendered(context, incoming).text}
 
 
 @inspect
 def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Answers with the length of a conversation's prompt."""
-    return {"input_tokens": len(rendered(context, incoming).tokens)}
+    return {"input_tokens": len(_rendered(context, incoming).tokens)}
 
 
-def rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
-    """Returns a conversation's prompt; raises ApiError."""
+def _rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
     model = context.pool.find(body.model)
     namespace = incoming.namespace(body.cache_salt)
@@ -212,7 +209,7 @@ def tokenize(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_body(TokenizeBody, incoming.fields)
     model, is_chat = context.pool.find(body.model), "messages" in incoming.fields
     if is_chat:
-        found = rendered(context, incoming).tokens.tolist()
+        found = _rendered(context, incoming).tokens.tolist()
     else:
         wishes, text = (body.add_special, body.add_special_tokens), body.content or body.prompt or ""
         adds = True in wishes or (body.prompt is not None and False not in wishes)
@@ -310,7 +307,7 @@ def complete(context: ApiContext, incoming: Incoming) -> Exchange:
     prompt = text_prompt(_joined(body.prompt, model), model)
     params = replace(read_params(body, model), prompt_param="prompt")
     request = build_request(incoming, model, prompt, params, incoming.namespace(body.cache_salt))
-    return LlamaCompletionExchange(body, Question(model, request, prompt))
+    return _CompletionExchange(body, Question(model, request, prompt))
 
 
 def _joined(prompt: str | list[int | str], model: ServedModel) -> str | list[int]:
@@ -327,7 +324,7 @@ def _joined(prompt: str | list[int | str], model: ServedModel) -> str | list[int
     return tokens
 
 
-class LlamaCompletionExchange(Exchange):
+class _CompletionExchange(Exchange):
     """Writes the continuation of one prompt."""
 
     def __init__(self, body: LlamaCompletionBody, question: Question) -> None:
@@ -337,12 +334,10 @@ class LlamaCompletionExchange(Exchange):
         self._num_predicted = 0
 
     def take_tokens(self, delta: Delta) -> None:
-        """Keeps the tokens for the next event."""
         self._tokens.extend(delta.token_ids)
         self._num_predicted += len(delta.token_ids)
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields text, then why it ended and the costs."""
         slot = 0
         async for event in answer.events():
             match event:
@@ -354,7 +349,6 @@ class LlamaCompletionExchange(Exchange):
                     yield sse_event(self._last("", event))
 
     async def body(self, answer: Answer) -> Payload:
-        """The whole answer."""
         events, finished = await answer.read()
         return self._last("".join(event.text for event in events if isinstance(event, Text)), finished)
 
@@ -379,7 +373,7 @@ class LlamaCompletionExchange(Exchange):
             "tokens_predicted": finished.timings.predicted_tokens,
             "model": self.model.id,
             "prompt": self.model.token_texts.text(request.tokens.tolist()),
-            "generation_settings": params_body(request.sampling, request.max_tokens, request.stop),
+            "generation_settings": _params_body(request.sampling, request.max_tokens, request.stop),
             "truncated": False,
             "stop_type": STOP_TYPES[finished.reason] if word is None else "word",
             "stopping_word": word or "",
@@ -398,4 +392,4 @@ _ROUTES = (
     Endpoint("/props", props, Operation(answer=PropsBody, query=("model",))),
     *with_and_without_v1([Endpoint("/chat/completions/input_tokens", count_input_tokens, _COUNTING)]),
 )
-LLAMA_CPP = LlamaCppDialect(_ROUTES)
+LLAMA_CPP = _LlamaCppDialect(_ROUTES)

@@ -1,6 +1,6 @@
 """Ollama's conventions, and `/api/generate`, `/api/chat`, `/api/embed` and the older `/api/embeddings`.
 
-`follow_up` continues `context`, the tokens that `/api/generate` returned. `context` ends with the model's reply and
+`_follow_up` continues `context`, the tokens that `/api/generate` returned. `context` ends with the model's reply and
 lacks the template's text after a reply; the next message is therefore rendered after a sample reply.
 """
 
@@ -104,8 +104,7 @@ def thinks(model: ServedModel) -> bool:
     return model.reasoning_format is not None or isinstance(model.tool_syntax, HarmonyFormat)
 
 
-def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any]:
-    """Raises ApiError (400) for a model without reasoning."""
+def _template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any]:
     if body.think and not thinks(model):
         raise wrong("think", f"{model.id!r} does not support thinking", Code.UNSUPPORTED_PARAMETER)
     effort = body.think if isinstance(body.think, str) else None
@@ -114,8 +113,7 @@ def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any
     return ThinkingWish(None if body.think is None else bool(body.think), effort).template_arguments()
 
 
-def read_params(body: OllamaBody, model: ServedModel) -> params.GenerationParams:
-    """A checked body's parameters; raises ApiError or InvalidParameter."""
+def _read_params(body: OllamaBody, model: ServedModel) -> params.GenerationParams:
     options = body.options or params.Options()
     sampling = params.options_sampling(options, model)
     wanted: Any = body.format
@@ -130,7 +128,7 @@ _SAMPLE: Final[Sequence[Message]] = (
 )
 
 
-def follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -> RenderedPrompt:
+def _follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -> RenderedPrompt:
     """The prompt of the messages `asked` behind the tokens `context`; raises ApiError (400)."""
     params.check_token_ids(context, model.vocab_size, "context")
     text = replace(asked, messages=[*_SAMPLE, *asked.messages]).render().text
@@ -182,16 +180,15 @@ class OllamaEnd(TypedDict):
     cache: NotRequired[CacheBody | None]
 
 
-def head_of(name: str) -> OllamaHead:
-    """The head of an object made now."""
+def _head_of(name: str) -> OllamaHead:
     return {"model": name, "created_at": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")}
 
 
-def answer_loading(context: ApiContext, body: OllamaBody, said: Mapping[str, Any]) -> ModelReady:
+def _answer_loading(context: ApiContext, body: OllamaBody, said: Mapping[str, Any]) -> ModelReady:
     """Answers a request that only loads or unloads a model; raises as `find_named`."""
     is_unloading = body.keep_alive == 0
     end: OllamaEnd = {"done": True, "done_reason": "unload" if is_unloading else "load"}
-    answer = {**head_of(body.model or ""), **said, **end}
+    answer = {**_head_of(body.model or ""), **said, **end}
     try:
         return ModelReady(find_named(context.pool.find, body.model), answer, body.keep_alive)
     except ModelNotLoaded:
@@ -208,7 +205,7 @@ def _whole_nanoseconds(milliseconds: float) -> int:
 _MESSAGE: Final = {"role": "assistant", "content": ""}
 
 
-class OllamaExchange(Exchange):
+class _ChatExchange(Exchange):
     """Writes the answer to one request for chat."""
 
     def __init__(self, body: OllamaBody, question: Question, began: float) -> None:
@@ -222,7 +219,6 @@ class OllamaExchange(Exchange):
         """Of `_call`, the open one."""
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields text, reasoning and complete calls, then the end."""
         async for event in answer.events():
             if isinstance(event, Finished):
                 yield line(self._written({}, event))
@@ -230,7 +226,6 @@ class OllamaExchange(Exchange):
                 yield line(self._written(said, None))
 
     async def body(self, answer: Answer) -> Payload:
-        """The whole answer."""
         events, finished = await answer.read()
         for event in events:
             self._keep(event)
@@ -267,12 +262,11 @@ class OllamaExchange(Exchange):
         return {name: value for name, value in self._said.items() if value}
 
     def content(self, said: Payload, finished: Finished | None) -> Payload:
-        """The fields that hold what was said."""
         return {"message": {**_MESSAGE, **said}}
 
     def _written(self, said: Payload, finished: Finished | None) -> Payload:
         """The object for `said`; the last if `finished`."""
-        begun = {**head_of(self._name), **self.content(said, finished)}
+        begun = {**_head_of(self._name), **self.content(said, finished)}
         if finished is None:
             return {**begun, "done": False}
         timings = finished.timings
@@ -314,9 +308,9 @@ def generate_text(context: ApiContext, incoming: params.Incoming) -> Exchange | 
     began = time.monotonic()
     body = parse_body(OllamaGenerateBody, incoming.fields, IN_GENERATE)
     if not body.prompt:
-        return answer_loading(context, body, {"response": ""})
+        return _answer_loading(context, body, {"response": ""})
     model, namespace = find_named(context.pool.find, body.model), incoming.namespace()
-    wishes = replace(read_params(body, model), prompt_param="prompt")
+    wishes = replace(_read_params(body, model), prompt_param="prompt")
     if body.raw and (body.system or body.context):
         message = "raw mode does not support template, system, or context"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "raw")
@@ -325,17 +319,17 @@ def generate_text(context: ApiContext, incoming: params.Incoming) -> Exchange | 
     else:
         said = (("system", body.system), ("user", body.prompt))
         messages: list[Message] = [{"role": role, "content": [{"text": text}]} for role, text in said if text]
-        asked = Conversation(model.renderer, messages, (), template_arguments(body, model), namespace)
+        asked = Conversation(model.renderer, messages, (), _template_arguments(body, model), namespace)
         if not body.context:
-            return OllamaGenerateExchange(body, params.ask(incoming, model, asked.prepared_for(model), wishes), began)
+            return _GenerateExchange(body, params.ask(incoming, model, asked.prepared_for(model), wishes), began)
         # Tokens to be continued already hold the model's system prompt.
-        prompt = follow_up(model, body.context, asked)
+        prompt = _follow_up(model, body.context, asked)
     # No conversation, so the next prompt cannot be foreseen.
     request = params.build_request(incoming, model, prompt, wishes, namespace)
-    return OllamaGenerateExchange(body, Question(model, request, prompt), began)
+    return _GenerateExchange(body, Question(model, request, prompt), began)
 
 
-class OllamaGenerateExchange(OllamaExchange):
+class _GenerateExchange(_ChatExchange):
     """Writes the answer to one prompt."""
 
     def __init__(self, body: OllamaGenerateBody, question: Question, began: float) -> None:
@@ -349,7 +343,6 @@ class OllamaGenerateExchange(OllamaExchange):
         return []
 
     def content(self, said: Payload, finished: Finished | None) -> Payload:
-        """Text, reasoning, and tokens that a next prompt may continue."""
         fields: dict[str, Any] = {"response": said.get("content", "")}
         if "thinking" in said:
             fields["thinking"] = said["thinking"]
@@ -410,7 +403,7 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
     began = time.monotonic()
     body = parse_body(OllamaChatBody, incoming.fields, IN_BOTH)
     if not body.messages:
-        return answer_loading(context, body, {"message": _MESSAGE})
+        return _answer_loading(context, body, {"message": _MESSAGE})
     model = find_named(context.pool.find, body.model)
     shows = params.shows_tools(model, body.tools, forbids_calls=False)
     for index, message in enumerate(body.messages):
@@ -420,12 +413,12 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
         model.renderer,
         messages=list(map(_template_message, body.messages)),
         tools=incoming.fields["tools"] if shows else (),
-        template_arguments=template_arguments(body, model),
+        template_arguments=_template_arguments(body, model),
         namespace=incoming.namespace(),
         # A last message that cannot be continued is answered.
         continues=last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model),
     ).prepared_for(model, hygiene=context.config.prompt_hygiene)
-    return OllamaExchange(body, params.ask(incoming, model, conversation, read_params(body, model)), began)
+    return _ChatExchange(body, params.ask(incoming, model, conversation, _read_params(body, model)), began)
 
 
 def _template_message(message: OllamaMessage) -> Message:
