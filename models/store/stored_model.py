@@ -22,10 +22,7 @@ SAMPLING_DEFAULTS: Mapping[str, type] = {
     name: int if name in ("top_k", "seed", "repeat_last_n") else float
     for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", *_PENALTIES)
 }
-_SAMPLING = {
-    "repeat_penalty" if name == "repetition_penalty" else name: (name, kind)
-    for name, kind in SAMPLING_DEFAULTS.items()
-}
+_SAMPLING = {name.replace("repetition", "repeat"): (name, kind) for name, kind in SAMPLING_DEFAULTS.items()}
 """Ollama's names, and those of `SamplingParams` with their kind."""
 _LIMITS = {"num_ctx": "context_tokens", "num_predict": "max_tokens"}
 _STOP, _TEMPLATE_ARGUMENTS = "stop", "chat_template_kwargs"

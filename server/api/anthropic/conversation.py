@@ -101,7 +101,7 @@ class ToolReferenceBlock(MarkedBody):
 
 
 ResultContent: TypeAlias = Annotated[
-    Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")], BeforeValidator(_known)
+    TextBlock | ToolReferenceBlock, Field(discriminator="type"), BeforeValidator(_known)
 ]
 TextOnly: TypeAlias = Annotated[TextBlock, BeforeValidator(_known)]
 
@@ -203,7 +203,7 @@ class ToolChangeBlock(MarkedBody):
 
 AnswerBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock | ToolSearchResultBlock
 _Block: TypeAlias = AnswerBlock | ToolResultBlock | RedactedThinkingBlock | ToolChangeBlock
-ContentBlock: TypeAlias = Annotated[Annotated[_Block, Field(discriminator="type")], BeforeValidator(_known)]
+ContentBlock: TypeAlias = Annotated[_Block, Field(discriminator="type"), BeforeValidator(_known)]
 
 
 class InputMessage(BodyModel):
@@ -325,12 +325,10 @@ IN_PROMPT: Rules = refused("""
 """)
 
 IN_MESSAGES: Rules = IN_PROMPT | refused("""
-    its name here is max_tokens: max_completion_tokens max_output_tokens max_new_tokens max_tokens_to_sample
-        n_predict
+    its name here is max_tokens: max_completion_tokens max_output_tokens max_new_tokens max_tokens_to_sample n_predict
     its name here is stop_sequences: stop=[]
     this API samples by temperature, top_p and top_k only; /v1/chat/completions has more: min_p=0 seed=-1
-        repetition_penalty=1 repeat_penalty=1 presence_penalty=0 frequency_penalty=0 logit_bias={}
-        ignore_eos=false
+        repetition_penalty=1 repeat_penalty=1 presence_penalty=0 frequency_penalty=0 logit_bias={} ignore_eos=false
     a request has one answer: n=1
     answers hold text, without data on single tokens: logprobs=false top_logprobs=0
     this API has no field for it; /v1/chat/completions has: cache_prompt=true speculate=true priority=0
@@ -465,11 +463,7 @@ def assistant_message(blocks: Sequence[Any]) -> Message:
     """The assistant's blocks, but for results of searches, for templates."""
     reasoning = [reasoning_of(one.thinking, one.signature or "") for one in blocks if isinstance(one, ThinkingBlock)]
     texts = [one.text for one in blocks if isinstance(one, TextBlock)]
-    calls = [
-        {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.input}}
-        for use in blocks
-        if isinstance(use, ToolUseBlock)
-    ]
+    calls = [_call(one) for one in blocks if isinstance(one, ToolUseBlock)]
     # Text may be split into blocks anywhere, so its parts are joined unchanged.
     message: dict[str, Any] = {"role": "assistant", "content": [{"text": "".join(texts)}] if texts else []}
     if any(reasoning):
@@ -477,6 +471,10 @@ def assistant_message(blocks: Sequence[Any]) -> Message:
     if calls:
         message["tool_calls"] = calls
     return _marked(message, blocks)
+
+
+def _call(use: ToolUseBlock) -> dict[str, Any]:
+    return {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.input}}
 
 
 def _marked(made: dict[str, Any], blocks: Sequence[Any]) -> dict[str, Any]:

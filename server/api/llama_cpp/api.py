@@ -267,15 +267,16 @@ def _bias_object(value: Any) -> Any:
     return {str(token): NEVER if bias is False else bias for token, bias in value}
 
 
+_Biases: TypeAlias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
+
+
 class LlamaCompletionBody(GenerationBody):
     """Body of `POST /completion`."""
 
     prompt: Annotated[Any, BeforeValidator(_one_prompt), Field()]
     n_predict: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)] = None
     """0 only evaluates the prompt."""
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None, BeforeValidator(_bias_object)
-    ] = None
+    logit_bias: Annotated[_Biases | None, BeforeValidator(_bias_object)] = None
     """Also pairs of a token id and its bias; `false` excludes the token."""
     return_tokens: bool | None = None
 

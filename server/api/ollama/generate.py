@@ -122,10 +122,13 @@ def _read_params(body: OllamaBody, model: ServedModel) -> params.GenerationParam
 
 
 _REPLY: Final = "zq-the-reply-before-qz"
-_SAMPLE: Final[Sequence[Message]] = (
-    {"role": "user", "content": [{"text": "a"}]},
-    {"role": "assistant", "content": [{"text": _REPLY}]},
-)
+
+
+def _messages(*said: tuple[str, str | None]) -> list[Message]:
+    return [{"role": role, "content": [{"text": text}]} for role, text in said if text]
+
+
+_SAMPLE: Final = _messages(("user", "a"), ("assistant", _REPLY))
 
 
 def _follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -> RenderedPrompt:
@@ -317,8 +320,7 @@ def generate_text(context: ApiContext, incoming: params.Incoming) -> Exchange | 
     if body.raw:
         prompt = model.renderer.encode(body.prompt)
     else:
-        said = (("system", body.system), ("user", body.prompt))
-        messages: list[Message] = [{"role": role, "content": [{"text": text}]} for role, text in said if text]
+        messages = _messages(("system", body.system), ("user", body.prompt))
         asked = Conversation(model.renderer, messages, (), _template_arguments(body, model), namespace)
         if not body.context:
             return _GenerateExchange(body, params.ask(incoming, model, asked.prepared_for(model), wishes), began)
@@ -428,6 +430,11 @@ def _template_message(message: OllamaMessage) -> Message:
     return {"role": message.role, "content": said, **{name: value for name, value in given.items() if value}}
 
 
+_ONE_OR_MORE: Final = BeforeValidator(
+    lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
+)
+
+
 class _VectorsBody(BodyModel):
     model: str | None = None
     keep_alive: KeepAlive = None
@@ -436,13 +443,7 @@ class _VectorsBody(BodyModel):
 class EmbedBody(_VectorsBody):
     """Body of `POST /api/embed`."""
 
-    input: Annotated[
-        list[str],
-        Field(max_length=MAX_TEXTS),
-        BeforeValidator(
-            lambda value: [value] if isinstance(value, str) else value, json_schema_input_type=str | list[str]
-        ),
-    ]
+    input: Annotated[list[str], Field(max_length=MAX_TEXTS), _ONE_OR_MORE]
     truncate: bool | None = None
     """False: a long text is an error."""
     dimensions: Annotated[Whole, Field(ge=1)] | None = None
@@ -495,11 +496,10 @@ def embed_prompt(context: ApiContext, incoming: params.Incoming) -> EmbeddingWor
 
 
 _GENERATION = Operation(OllamaGenerateBody, OllamaGenerateAnswer, OllamaGenerateAnswer)
+_EMBEDDING = Operation(EmbeddingPromptBody, dict[Literal["embedding"], list[float]])
 ROUTES = (
     Endpoint("/api/chat", chat, Operation(OllamaChatBody, OllamaChatAnswer, OllamaChatAnswer)),
     Endpoint("/api/generate", generate_text, _GENERATION),
     Endpoint("/api/embed", embed, Operation(EmbedBody, EmbedAnswer)),
-    Endpoint(
-        "/api/embeddings", embed_prompt, Operation(EmbeddingPromptBody, dict[Literal["embedding"], list[float]])
-    ),
+    Endpoint("/api/embeddings", embed_prompt, _EMBEDDING),
 )
