@@ -13,7 +13,15 @@ from models.inference.grammar import GrammarCompiler
 from models.output.pieces import ToolArguments, ToolCallStarted
 from models.output.tool_formats import LLAMA_JSON, PYTHONIC, HarmonyFormat
 from server.api.conversation import Conversation
-from server.api.params import ForcedCalls, GenerationParams, answer_grammar, forced_calls, strict_calls
+from server.api.params import (
+    AnswerGrammar,
+    ForcedCalls,
+    GenerationParams,
+    answer_grammar,
+    forced_calls,
+    json_grammar,
+    strict_calls,
+)
 from server.api.responses.output import AnswerOutput, ClientTool, ToolSet
 from server.app.config import ServerConfig
 from tests.server.api.ollama.test_ollama_fields import NamingBinder
@@ -235,6 +243,8 @@ def test_what_begins_a_call_is_no_text(syntax: Any, text: str, is_allowed: bool)
     assert wanted is not None
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert follows(grammars.compile(wanted.grammar).begin(), tokens) == is_allowed
+    asked = AnswerGrammar("response_format", json_grammar({"type": "object"}))
+    assert answer_grammar(model, conversation, GenerationParams(grammar=asked)) == asked, "it has no place for calls"
 
 
 def test_tools_that_cannot_be_forbidden_are_not_shown() -> None:

@@ -11,6 +11,7 @@ from models.inference.sampling_params import SamplingParams
 from server.api.activity import ended_fields
 from server.api.observe import Metrics, phases, span_attributes
 from server.api.record import Arrival, OpenRequest, RequestRecord, ended_entry
+from server.app.config import ServerConfig
 from server.diagnosis.account import Name
 from server.diagnosis.causes import Miss, MissReason, Reuse
 from server.engine.request import (
@@ -25,6 +26,8 @@ from server.engine.request import (
     Started,
     Timings,
 )
+from tests.support.apps import create_app
+from tests.support.fake_engine import FakeEngine, fake_model
 
 ARRIVAL = Arrival("/v1/chat/completions", received=100.0, key_name="alice")
 REQUEST = GenerationRequest(
@@ -138,6 +141,14 @@ def test_a_trace_tells_why_a_request_ended() -> None:
     assert span_attributes(recorded(OpenRequest(REQUEST, "m", of_text)))["gen_ai.operation.name"] == "text_completion"
 
 
+def test_a_request_that_never_held_a_slot_is_no_turn_of_its_session() -> None:
+    context = create_app(FakeEngine(), fake_model(), ServerConfig()).state.api
+    for record in (recorded(opened(name=Name("ours", "s"))), WELL):
+        for tell in context.subscribers:
+            tell(record)
+    assert [session.num_turns for session in context.sessions.of("ours")] == [1]
+
+
 def test_metrics_count_each_request_once() -> None:
     metrics = Metrics(dict, 2)
     for record in (WELL, FAILED, LEFT, QUEUED):
@@ -152,5 +163,7 @@ def test_metrics_count_each_request_once() -> None:
     assert value("request_failure_total", reason="cancelled") == 2
     assert value("e2e_request_latency_seconds_sum") == 20.0
     assert value("request_queue_time_seconds_count") == 3, "one never held a slot"
+    assert value("prompt_tokens_total") == 150, "what never held a slot looked for nothing"
+    assert value("request_time_per_output_token_seconds_sum") == 0.2
     assert value("restored_tokens_total", tier="disk") == 90
     assert value("lost_tokens_total", reason="system_changed") == 24

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
 from server.api.app import create_pool_app
 from server.api.planning import Planning
@@ -283,3 +284,10 @@ def test_only_who_runs_the_server_loads_and_unloads_by_hand(server: Server, verb
     page = {"origin": "https://elsewhere.example", "sec-fetch-site": "cross-site"}
     assert server.client.post(f"/v1/models/{verb}", json={"model": "a"}, headers=page).status_code == 403
     assert not server.opener.opened
+
+
+@pytest.mark.parametrize(("disk_bytes", "status"), [(None, 200), (1 << 20, 409)])
+def test_state_on_disk_is_cleared_only_while_its_model_is_loaded(disk_bytes: int | None, status: int) -> None:
+    pool = ModelPool(catalog("a"), opener=FakeOpener())
+    app = create_pool_app(pool, ServerConfig(cache_disk_bytes=disk_bytes))
+    assert TestClient(app).post("/v1/cache/clear?model=a").status_code == status
