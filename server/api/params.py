@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from starlette.requests import Request
 
 from models.errors import GrammarFailed, InvalidGrammar, TokenizerFailed
@@ -333,7 +333,9 @@ def _schema(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
 MAX_NAMED_OPTIONS = 500
 
 _FEW = Field(max_length=MAX_STOP_STRINGS)
+_WITHOUT_EMPTY = AfterValidator(lambda texts: [text for text in texts if text])
 StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]], _FEW]
+_Limit = Annotated[Whole | None, AfterValidator(lambda number: number if number and number > 0 else None)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 PenaltyValue = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -364,7 +366,9 @@ class SampledBody(BodyModel):
 class Options(SampledBody):
     """Ollama's `options`."""
 
-    num_predict: Whole | None = None
+    num_predict: Annotated[Whole | None, AfterValidator(lambda number: number if number and number > 0 else None)] = (
+        None
+    )
     """0 and below mean no limit."""
     top_k: Whole | None = None
     """0 and below keep all tokens."""
@@ -372,15 +376,7 @@ class Options(SampledBody):
     """0 and 1 keep all tokens."""
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     """Below 0 means no seed."""
-    stop: Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]], _FEW] | None = None
-
-    @property
-    def limit(self) -> int | None:
-        return self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return tuple(text for text in self.stop or () if text)
+    stop: Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]], _FEW, _WITHOUT_EMPTY] | None = None
 
 
 IGNORED_OPTIONS = {"num_ctx", *WITHOUT_EFFECT}

@@ -118,7 +118,8 @@ def _read_params(body: OllamaBody, model: ServedModel) -> params.GenerationParam
     sampling = params.options_sampling(options, model)
     wanted: Any = body.format
     grammar = None if wanted is None else params.AnswerGrammar("format", wanted)
-    return params.GenerationParams(sampling=sampling, max_tokens=options.limit, stop=options.stops, grammar=grammar)
+    limit, stop = options.num_predict, tuple(options.stop or ())
+    return params.GenerationParams(sampling=sampling, max_tokens=limit, stop=stop, grammar=grammar)
 
 
 _REPLY: Final = "zq-the-reply-before-qz"

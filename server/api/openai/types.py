@@ -242,7 +242,7 @@ class GenerationBody(BoundBody, params.SampledBody, SharedBody):
         """The most tokens, if the request says."""
         given = (self.max_tokens, self.max_completion_tokens, self.max_new_tokens, self.n_predict)
         limits = [limit for limit in given if limit is not None]
-        return min(limits, default=None if self.options is None else self.options.limit)
+        return min(limits, default=None if self.options is None else self.options.num_predict)
 
 
 def _as_parts(value: Any, info: ValidationInfo) -> Any:
@@ -529,7 +529,7 @@ def read_params(body: GenerationBody, model: ServedModel) -> params.GenerationPa
     return params.GenerationParams(
         sampling=sampling,
         max_tokens=body.limit(),
-        stop=tuple(body.stop or (body.options.stops if body.options is not None else ())),
+        stop=tuple(body.stop or (body.options is not None and body.options.stop) or ()),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         keeps_stop=body.include_stop_str_in_output is True or body.no_stop_trim is True,
         cache_prompt=body.cache_prompt is not False,
