@@ -53,17 +53,17 @@ class EventLog:
         self._num_published = 0
         self.listeners: list[Listener] = []
         self._left_at: float | None = None
-        """None while somebody listens."""
-        self._is_wanted = self.is_closed = False
+        """None while somebody listens, and once nothing is kept."""
+        self.is_closed = False
 
     @property
     def is_wanted(self) -> bool:
         """Becomes False some time after the last listener left."""
         if self._left_at is not None and self._clock() > self._left_at + KEEP_SECONDS:
-            self._left_at, self._is_wanted = None, False
+            self._left_at = None
             self._events.clear()
             self.on_wanted(False)
-        return self._is_wanted
+        return bool(self.listeners) or self._left_at is not None
 
     def publish(self, name: str, namespace: str | None, /, **fields: Any) -> None:
         """Keeps an event and wakes its listeners, while events are wanted."""
@@ -82,7 +82,6 @@ class EventLog:
     def listen(self, namespace: str | None, last_id: str | None = None) -> "Listener":
         """A listener to a namespace, or all, behind the event `last_id` if known, else from now on."""
         was_wanted, self._left_at = self.is_wanted, None
-        self._is_wanted = True
         kept = list(self._events)
         places = [self._id(self._num_published - len(kept)), *(event.id for event in kept)]
         is_known = last_id is None or last_id in places
@@ -117,7 +116,7 @@ class Listener:
 
     def __init__(self, log: EventLog, namespace: str | None, place_id: str, *, is_known: bool) -> None:
         """`place_id` is of the event before the first; unless it `is_known`, an unknown number is lost before."""
-        self.place_id = self._lost_id = place_id
+        self.place_id = place_id
         self.wake = asyncio.Event()
         self._log, self._namespace = log, namespace
         self._unread = deque[LiveEvent](maxlen=CAPACITY)
@@ -130,14 +129,14 @@ class Listener:
         if self._namespace is not None and event.namespace not in (None, self._namespace):
             return
         if len(self._unread) == CAPACITY:
-            self._lost_id = self._unread[0].id
+            self.place_id = self._unread[0].id
             self._num_lost = None if self._num_lost is None else self._num_lost + 1
         self._unread.append(event)
         self.wake.set()
 
     def take(self) -> list[LiveEvent]:
         """The unread events, oldest first. If events were lost, the first one tells how many."""
-        lost = [] if self._num_lost == 0 else [self._log.event(self._lost_id, "lost", None, count=self._num_lost)]
+        lost = [] if self._num_lost == 0 else [self._log.event(self.place_id, "lost", None, count=self._num_lost)]
         taken, self._num_lost = [*lost, *self._unread], 0
         self._unread.clear()
         self.wake.clear()
