@@ -13,7 +13,7 @@ from typing import Any
 
 from cache.budget import CacheEvent
 from models.adapter import client_namespace
-from server.api.record import OpenRequest, RequestRecord, counts_of
+from server.api.record import CANCELLED, OpenRequest, RequestRecord, counts_of
 from server.api.sessions import Recent, TokenCounts
 from server.api.wire import sse_event
 from server.diagnosis.causes import Miss
@@ -312,7 +312,7 @@ def ended_fields(record: RequestRecord, one: OpenRequest) -> dict[str, Any]:
     """Fields of the event about a choice's end."""
     timings, is_first = one.timings, one is record.first
     return {
-        "finish": one.outcome or "cancelled",
+        "finish": one.outcome or CANCELLED,
         **vars(counts_of([one])),
         "prompt_ms": None if timings is None else round(timings.prompt_ms, 1),
         "predicted_ms": None if timings is None else round(timings.predicted_ms, 1),

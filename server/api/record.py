@@ -19,21 +19,13 @@ from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.account import Name
 from server.diagnosis.causes import Miss, Reuse
-from server.engine.request import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    Progress,
-    Started,
-    Timings,
-)
+from server.engine.request import Delta, Event, Failed, Finished, GenerationRequest, Progress, Started, Timings
 
 logger = logging.getLogger(__name__)
 
 
+CANCELLED = "cancelled"
+"""The outcome of a request whose client left, or whose server stopped."""
 LONG_PREFILL_SECONDS = 3.0
 """The log shows the progress of longer prompts."""
 PROGRESS_SECONDS = 2.0
@@ -140,7 +132,7 @@ class OpenRequest:
                     self._log_progress(event)
             case Finished(reason, timings=timings):
                 self.predicted_tokens, self.outcome = timings.predicted_tokens, reason.value
-                if reason is not FinishReason.CANCELLED:
+                if self.outcome != CANCELLED:
                     self.evaluated_tokens, self.timings = timings.evaluated_tokens, timings
             case Failed():
                 self.error = event.error
@@ -192,7 +184,7 @@ class RequestRecord:
     @property
     def failure(self) -> str | None:
         """The failure's name for programs; None for an answer that reached its end or limit."""
-        return None if self.first.has_ended else self.first.failure or "cancelled"
+        return None if self.first.has_ended else self.first.failure or CANCELLED
 
     @cached_property
     def turn(self) -> TurnRecord:
@@ -209,7 +201,7 @@ class RequestRecord:
             previous=first.previous_id,
             model=first.model_id,
             ended=self.ended_at,
-            finish=first.outcome or "cancelled",
+            finish=first.outcome or CANCELLED,
             **vars(counts),
             prompt_ms=prompt_ms,
             tier=first.tier,
