@@ -31,7 +31,7 @@ STAGES: list[tuple[type[Any], str]] = [
     (FakeEngine, "submit"),
     (Run, "_explained"),
     (Run, "observe"),
-    (ChatExchange, "take"),
+    (ChatExchange, "_take"),
     (Run, "_keep_turn"),
     (Activity, "note"),
     (Sums, "add"),
