@@ -22,9 +22,6 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from models.mlx_lm_import import QuantizedSwitchLinear, SwitchLinear
 
-TellConverted = Callable[[int, int], object]
-"""Gets the number of weights converted, and the total."""
-
 
 class Precision(StrEnum):
     """The types of the weights in memory."""
@@ -52,8 +49,10 @@ def float32_bytes(model: Module) -> int:
     return plain + sum(4 * _num_weights(module) for module in packed)
 
 
-def convert(model: Module, precision: Precision, tell: TellConverted = lambda done, total: None) -> None:
-    """Converts and evaluates weights, layer by layer."""
+def convert(
+    model: Module, precision: Precision, tell: Callable[[int, int], object] = lambda done, total: None
+) -> None:
+    """Converts and evaluates weights, layer by layer; tells how many are converted, of how many."""
     if precision is Precision.STORED:
         return
     model.update(tree_map(_as_float32, cast(Any, model).parameters()))

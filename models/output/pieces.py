@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +72,6 @@ class TokenLogprob:
     """Likeliest tokens, the likeliest first; may include this token."""
 
 
-class Found(NamedTuple):
-    """What a piece of text made certain."""
-
-    before: str
-    marker: str | None
-    """The complete marker right after `before`, if any."""
-    after: str
-
-
 class MarkerSearch:
     """Finds the first marker to be completed; of two ending together, the longer."""
 
@@ -90,18 +81,18 @@ class MarkerSearch:
         self._first_letters = {marker[0] for marker in markers}
         self._held = ""
 
-    def push(self, text: str) -> Found:
-        """Reads up to the first complete marker; the next search begins after it."""
+    def push(self, text: str) -> tuple[str, str | None, str]:
+        """The text that is certainly no marker, the first complete marker, if any, and what follows, not yet read."""
         if not self._held and self._first_letters.isdisjoint(text):
-            return Found(text, None, "")
+            return text, None, ""
         read, self._held = self._held + text, ""
         ends = [(read.find(marker) + len(marker), -len(marker), marker) for marker in self._markers if marker in read]
         if ends:
             stop, _, marker = min(ends)
-            return Found(read[: stop - len(marker)], marker, read[stop:])
+            return read[: stop - len(marker)], marker, read[stop:]
         num_safe = len(read) - max(_num_begun(marker, read) for marker in self._markers)
         self._held = read[num_safe:]
-        return Found(read[:num_safe], None, "")
+        return read[:num_safe], None, ""
 
     @property
     def is_holding(self) -> bool:
@@ -297,12 +288,12 @@ class ReasoningWatch:
                 self._phase = _Phase.ANSWER
             return ""
         if self._phase is _Phase.BEFORE:
-            found = self._search.push(text)
-            if found.before.strip():
+            before, marker, after = self._search.push(text)
+            if before.strip():
                 self._phase = _Phase.ANSWER
-            elif found.marker is not None:
+            elif marker is not None:
                 self._phase, self._search = _Phase.REASONING, MarkerSearch([self._format.end])
-                return self._count(found.after) if found.after else ""
+                return self._count(after) if after else ""
         return self._count(text) if self.is_thinking else text
 
     def forced(self) -> tuple[int, ...]:
@@ -317,16 +308,16 @@ class ReasoningWatch:
         self.num_tokens, self._num_held = self.num_tokens + self._num_held, 0
 
     def _count(self, text: str) -> str:
-        found = self._search.push(text)
-        if found.marker is not None:
+        before, marker, after = self._search.push(text)
+        if marker is not None:
             # A token may contain the end of the reasoning and the marker.
-            self.num_tokens += 1 if found.before else 0
+            self.num_tokens += 1 if before else 0
             self._num_held, self._phase = 0, _Phase.ANSWER
-            return found.after.lstrip()
-        if found.before or not self._search.is_holding:
+            return after.lstrip()
+        if before or not self._search.is_holding:
             self.finish()
         if self._search.is_holding:
-            self._num_held = self._num_held + 1
+            self._num_held += 1
         else:
             self.num_tokens += 1
         return ""

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from models.prompt.shapes import SAMPLE_TOOL
 from models.prompt.tokenize import LatelyUsed
+from models.texts import shared_length
 
 Tool: TypeAlias = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -57,7 +58,7 @@ def _inserted(shorter: str, longer: str) -> str:
     If there are several places, the one between separators or brackets counts.
     """
     count = len(longer) - len(shorter)
-    start = next((i for i, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(shorter))
+    start = shared_length(shorter, longer)
     if count <= 0 or longer[start + count :] != shorter[start:]:
         return ""
     while not _is_whole(longer, start, start + count):
