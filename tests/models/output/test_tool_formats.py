@@ -199,6 +199,15 @@ def test_arguments_of_harmony_and_deepseek_come_as_they_are_written() -> None:
         assert "".join(piece.text for piece in pieces if isinstance(piece, ToolArguments)) == JSON[: JSON.index("[1")]
 
 
+def test_text_without_a_header_is_released_at_once() -> None:
+    parser = HarmonyParser(TOOLS)
+    assert [parser.feed(text) for text in ("<|cha", "os", "!<|end|>Hi")] == [
+        [],
+        [Text("<|chaos")],
+        [Text("!"), Text("Hi")],
+    ]
+
+
 def test_without_tools_a_message_to_one_is_text() -> None:
     text = f"{TO_WEATHER}{JSON}<|call|>"
     assert read(HarmonyParser([]), list(text)) == [said(text)]
