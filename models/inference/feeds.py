@@ -12,8 +12,7 @@ replaces: MLX would copy a buffer that grows in place. Worker thread only.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, pairwise, product
 from typing import Any
 
@@ -28,39 +27,18 @@ MAX_FEED_TOKENS = 33
 """A known token and the longest draft."""
 
 
-@dataclass(eq=False)
 class Feeds:
     """Of a step that feeds some row several tokens. Tokens of all rows are in one line, as are samples."""
 
-    known: Sequence[Sequence[int]]
-    """Of each row, one at least."""
-    drafts: Sequence[Sequence[int]]
-    """Of each row."""
-
-    @classmethod
-    def of(cls, known: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]) -> "Feeds | None":
-        """None where no feed has more than one token; `drafts` may be empty."""
-        feeds = cls(known, drafts or [()] * len(known))
-        assert len(feeds.drafts) == len(known), "a step has a draft for each row, or none at all"
-        if all(len(places) <= 1 for places in feeds.places):
-            return None
+    def __init__(self, known: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]) -> None:
+        """Of each row: known tokens, one at least, and a draft."""
         assert all(known), "a row without a known token cannot be fed beside several of another row"
-        return feeds
-
-    @cached_property
-    def tokens(self) -> list[list[int]]:
-        """Of each row."""
-        return [[*known, *draft] for known, draft in zip(self.known, self.drafts, strict=True)]
-
-    @cached_property
-    def places(self) -> list[range]:
+        self.known, self.drafts = known, drafts
+        self.tokens = [[*tokens, *draft] for tokens, draft in zip(known, drafts, strict=True)]
+        self.places = _ranges(map(len, self.tokens))
         """Of each row's tokens in the line."""
-        return _ranges(map(len, self.tokens))
-
-    @cached_property
-    def samples(self) -> list[range]:
+        self.samples = _ranges(len(draft) + 1 for draft in drafts)
         """Of each row's samples in their line: behind its last known token and each of its draft."""
-        return _ranges(len(draft) + 1 for draft in self.drafts)
 
     @property
     def sampled_places(self) -> list[int]:

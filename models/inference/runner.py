@@ -60,8 +60,8 @@ _Measured = TypeVar("_Measured")
 class _StepLogprobs:
     """Distributions of rows that requested them; lazy until the step is evaluated."""
 
-    places: dict[int, int]
-    num_top: list[int]
+    num_top: dict[int, int]
+    """By row, in the order of the arrays."""
     all: mx.array
     """Natural logarithms, float32 `[num_telling, vocab_size]`."""
     top_ids: mx.array
@@ -70,20 +70,18 @@ class _StepLogprobs:
     @classmethod
     def of(cls, logits: mx.array, params: Sequence[SamplingParams]) -> "_StepLogprobs | None":
         """Of the requesting rows, if any, from logits `[num_rows, vocab_size]`."""
-        telling = [row for row, one in enumerate(params) if one.top_logprobs is not None]
-        if not telling:
+        num_top = {row: one.top_logprobs for row, one in enumerate(params) if one.top_logprobs is not None}
+        if not num_top:
             return None
-        num_top = [params[row].top_logprobs or 0 for row in telling]
-        chosen = logits[mx.array(telling)].astype(mx.float32)
+        chosen = logits[mx.array(list(num_top))].astype(mx.float32)
         found = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
-        places = {row: place for place, row in enumerate(telling)}
-        return cls(places, num_top, found, _likeliest(found, max(num_top)))
+        return cls(num_top, found, _likeliest(found, max(num_top.values())))
 
     def read(self, row: int, token: int) -> TokenLogprob:
         """Log-probability of `token`, sampled or not, in a requesting row of the step."""
-        place = self.places[row]
+        place = list(self.num_top).index(row)
         # Views where memory is shared: nothing is computed or copied.
-        found, ids = np.asarray(self.all)[place], np.asarray(self.top_ids)[place, : self.num_top[place]]
+        found, ids = np.asarray(self.all)[place], np.asarray(self.top_ids)[place, : self.num_top[row]]
         return TokenLogprob(token, float(found[token]), tuple((int(one), float(found[one])) for one in ids))
 
 
@@ -148,7 +146,7 @@ class DecodeStep:
         if self.logprobs is None:
             return None
         row = index if self.feeds is None else self.feeds.samples[index][place]
-        return self.logprobs.read(row, token) if row in self.logprobs.places else None
+        return self.logprobs.read(row, token) if row in self.logprobs.num_top else None
 
 
 class Runner:
@@ -316,10 +314,10 @@ class Runner:
         """
         _assert_have_state(rows)
         with_several = [row for row in rows if row.known[1:]]
-        feeds = Feeds.of([row.known for row in rows], drafts) if drafts or with_several else None
-        if feeds is None:
-            tokens = _inputs(rows, previous)
+        if not with_several and not any(drafts):
+            feeds, tokens = None, _inputs(rows, previous)
         else:
+            feeds = Feeds([row.known for row in rows], drafts or [()] * len(rows))
             assert max(map(len, feeds.tokens)) <= self.max_feed_tokens, "a feed is longer than was proven"
             tokens = mx.array([*chain(*feeds.tokens)], dtype=mx.uint32)
         with self._forgetting_on_error(rows):

@@ -147,16 +147,13 @@ class RowSampling:
             penalty.count(mx.array([token]))
             penalty.give_back()
 
-    def key(self) -> bytes:
-        """8 random bytes of the next draw."""
-        return self._randomness("")
+    def key(self, use: str = "") -> bytes:
+        """8 random bytes of the next draw, for one use of them."""
+        return hashlib.blake2b(f"{self.seed}:{self.position}{use}".encode(), digest_size=8).digest()
 
     def chance(self) -> float:
         """A random number in [0, 1), for XTC at the next draw."""
-        return int.from_bytes(self._randomness(":xtc"), "little") / 2**64
-
-    def _randomness(self, suffix: str) -> bytes:
-        return hashlib.blake2b(f"{self.seed}:{self.position}{suffix}".encode(), digest_size=8).digest()
+        return int.from_bytes(self.key(":xtc"), "little") / 2**64
 
 
 MAX_PENALTY = 1e9
@@ -382,11 +379,7 @@ def _likeliest(params: Sequence[SamplingParams], vocab_size: int) -> Stage | Non
     if not num_sorted and not has_least:
         return None
     least = column([math.log(p.min_p) if p.min_p else -math.inf for p in params])
-    ks, uncut, mass = (
-        mx.array(top_k)[:, None],
-        mx.array(is_uncut)[:, None],
-        column(top_p) if min(top_p) < 1 else None,
-    )
+    ks, uncut, mass = mx.array(top_k)[:, None], mx.array(is_uncut)[:, None], column(top_p) if min(top_p) < 1 else None
 
     def keep(scaled: mx.array) -> mx.array:
         floor = mx.array(-math.inf)
