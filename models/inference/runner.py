@@ -495,7 +495,7 @@ class Runner:
 
     def _calls(
         self, batch: DecodeBatch, rows: Sequence[DecodeRow], places: Mapping[Any, Sequence[int]], spare_bytes: float
-    ) -> list[tuple[list[LayerCache], Sequence[DecodeRow]]]:
+    ) -> list[tuple[list[LayerCache], list[DecodeRow]]]:
         """Layer caches and rows of each model call."""
         with_several = [row for row in rows if places[row][1:]]
         apart = [] if self.feeds_together else with_several
@@ -518,12 +518,7 @@ class Runner:
         return grouping.plan(*rows_and_groups, costs=self.costs, spare_tokens=spare_tokens)
 
     def _logits(
-        self,
-        step: DecodeStep,
-        tokens: mx.array,
-        caches: list[LayerCache],
-        rows: Sequence[DecodeRow],
-        lengths: list[int],
+        self, step: DecodeStep, tokens: mx.array, caches: list[LayerCache], rows: list[DecodeRow], lengths: list[int]
     ) -> mx.array:
         """`[num_tokens, vocab_size]`, of one row's tokens over its own caches, or of a batch's."""
         is_own = caches is rows[0].caches

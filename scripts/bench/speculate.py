@@ -444,7 +444,7 @@ def planning_microseconds(make: Callable[[int], Text], num_rows: int) -> float:
     while all(place < len(text) for place, text in zip(at, texts, strict=True)):
         drafts: list[list[int]] = [[] for _ in rows]
         if not is_plain or speculation.may_draft(rows):
-            drafts = speculation.plan(rows, [MAX_FEED_TOKENS] * num_rows)
+            drafts = speculation.plan(rows, [MAX_FEED_TOKENS] * num_rows, lambda _: [], [1] * num_rows)
         accepted, is_plain = list[int](), not any(drafts)
         for index, (row, draft, text) in enumerate(zip(rows, drafts, texts, strict=True)):
             said = text[at[index] : at[index] + len(draft) + 1]

@@ -428,6 +428,10 @@ class Drafting:
             self.chosen, self.promise, self.is_expected = self.expected, promise, True
 
 
+Predict: TypeAlias = Callable[[list[int]], list[list[int]]]
+"""Has the drafter draft so many tokens of each row."""
+
+
 class Speculation:
     """The drafts of one engine."""
 
@@ -533,18 +537,13 @@ class Speculation:
         return gain * sum(drafted) / len(drafted) > self._excess_of(len(rows)).restart
 
     def plan(
-        self,
-        rows: Sequence[Drafting],
-        limits: Sequence[int],
-        predict: Callable[[list[int]], list[list[int]]] = lambda wanted: [[] for _ in wanted],
-        known: Sequence[int] | None = None,
+        self, rows: Sequence[Drafting], limits: Sequence[int], predict: Predict, known: Sequence[int]
     ) -> list[list[int]]:
         """A draft for each row, of `limits` tokens at most; all are empty unless they pay together.
 
-        `predict` has the drafter draft so many tokens of each row; `known`: see `Feed`, one if None.
+        `known`: the tokens of each row's feed before its draft.
         """
         self._drafting_seconds = 0.0  # the last draft may have come to nothing
-        known = known or [1] * len(rows)
         # Beside a row with more, a token may cost nothing.
         least = self._least_chance(len(rows)) if max(known) == 1 else MIN_CHANCE
         for may_lose in self._alternatives(rows):

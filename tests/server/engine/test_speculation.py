@@ -223,6 +223,11 @@ class Said:
             self._at[index] += number + 1
 
 
+def planned(speculation: Speculation, rows: Sequence[Drafting], limits: Sequence[int]) -> list[list[int]]:
+    """The drafts of rows with one known token, for which no drafter drafts."""
+    return speculation.plan(rows, limits, lambda wanted: [[] for _ in wanted], [1] * len(rows))
+
+
 def seen_plain(together: bool = True, draft_seconds: float | None = None) -> Simulation:
     """Where steps without drafts are known, by rows, and further tokens cost nothing."""
     simulation = Simulation(flat, together=together, draft_seconds=draft_seconds)
@@ -396,7 +401,7 @@ def test_a_drafter_whose_tokens_a_grammar_forbids_is_soon_asked_no_more() -> Non
 
     for token in range(100, 140):
         speculation.observe(1, flat(1), 0.0)
-        speculation.plan([row], [8], forbidden)
+        speculation.plan([row], [8], forbidden, [1])
         row.push(token)
     assert 0 < num_asked < 20
 
@@ -549,10 +554,10 @@ def test_plain_steps_are_measured_again_where_drafts_always_pay() -> None:
         row.push(token)
     speculation = simulation.speculation
     while num_steps < 300 and speculation.may_draft([row]):
-        assert speculation.plan([row], [8]) == [TEXT[6:14]]
+        assert planned(speculation, [row], [8]) == [TEXT[6:14]]
         speculation.learn([row], [9], [8], [8], 0.01)
         num_steps += 1
-    assert 50 < num_steps < 200 and speculation.plan([row], [8]) == [[]]
+    assert 50 < num_steps < 200 and planned(speculation, [row], [8]) == [[]]
     for _ in range(3):
         assert not speculation.may_draft([row])
         speculation.observe(1, 0.01, 0.0)
@@ -606,7 +611,7 @@ def test_no_draft_is_longer_than_its_limit(limits: list[int], num_agreed: int, t
     for row in rows:
         for token in text[:num_agreed]:
             row.push(token)
-    drafts = simulation.speculation.plan(rows, limits)
+    drafts = planned(simulation.speculation, rows, limits)
     for draft, limit in zip(drafts, limits, strict=True):
         assert draft == text[num_agreed : num_agreed + len(draft)]
         assert len(draft) <= min(limit, MAX_FEED_TOKENS - 1)
@@ -657,7 +662,7 @@ def test_no_other_drafts_of_padded_rows_are_expected_to_be_faster(
 
 
 def next_draft(simulation: Simulation, row: Drafting) -> list[int]:
-    return simulation.speculation.plan([row], [8])[0]
+    return planned(simulation.speculation, [row], [8])[0]
 
 
 def test_a_prediction_is_followed_from_the_first_token_and_again_behind_a_change() -> None:
@@ -730,7 +735,7 @@ def drafts_after(simulation: Simulation) -> list[int]:
     row = simulation.speculation.begin(request_of([-5, -6]), 0)
     for token in TEXT[:6]:
         row.push(token)
-    return simulation.speculation.plan([row], [5])[0]
+    return planned(simulation.speculation, [row], [5])[0]
 
 
 def test_prompts_and_outputs_are_followed_by_later_requests() -> None:
@@ -750,7 +755,7 @@ def test_what_is_not_kept_is_followed_by_its_own_request_only(options: dict[str,
     row = simulation.speculation.begin(request, 0)
     for token in TEXT[:6]:
         row.push(token)
-    assert simulation.speculation.plan([row], [5]) == [TEXT[6:11]]
+    assert planned(simulation.speculation, [row], [5]) == [TEXT[6:11]]
     row.end()
     assert drafts_after(simulation) == []
 
@@ -761,7 +766,7 @@ def test_a_request_that_wants_no_drafts_gets_none_and_is_followed_by_others() ->
     for token in TEXT[:6]:
         row.push(token)
     assert not simulation.speculation.may_draft([row])
-    assert simulation.speculation.plan([row], [5]) == [[]]
+    assert planned(simulation.speculation, [row], [5]) == [[]]
     row.end()
     assert drafts_after(simulation) == TEXT[6:11]
 
@@ -773,7 +778,7 @@ def test_a_tool_result_is_followed_as_calls_quote_it(is_volatile: bool) -> None:
     row = simulation.speculation.begin(replace(request_of([1, 2]), quotable=quotable, is_volatile=is_volatile), 0)
     for token in TEXT[:6]:
         row.push(token)
-    assert simulation.speculation.plan([row], [5]) == [TEXT[6:11]]
+    assert planned(simulation.speculation, [row], [5]) == [TEXT[6:11]]
     assert drafts_after(simulation) == ([] if is_volatile else TEXT[6:11])
 
 
@@ -792,7 +797,7 @@ def test_a_draft_that_came_to_nothing_does_not_make_later_steps_seem_cheap() -> 
             speculation.observe(1, 0.01, 0.0)
             if drafts_in_vain:
                 speculation.observe_drafting([1], 0.009)
-            (draft,) = speculation.plan([row], [8])
+            (draft,) = planned(speculation, [row], [8])
             if draft:
                 num_accepted = len(draft)
                 seconds = 0.01 * (1 + 1.2 * num_accepted)
