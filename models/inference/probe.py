@@ -1,16 +1,12 @@
 """Tests whether a model decodes ragged batches correctly. Worker thread only.
 
-Rows of different lengths are decoded together, and each is compared with the same row alone: logits, and what every
-layer writes into its caches. Rows lie before, at and beyond every length where attention may change (`_borders`).
-Long rows are synthetic, drawn from a few real tokens, with large values at borders: a mask wrong by one token then
-shows.
+Rows of different lengths are decoded together, before, at and beyond every length where attention may change; each is
+compared with the same row alone: logits, and what every layer writes into its caches. Long rows are synthetic, with
+large values at such borders: a mask wrong by one token then shows. Feeds of several tokens, some taken back, are
+compared with the same tokens one by one.
 
 The *spread* between a row alone as one chunk and token by token tells the size of rounding. Rounding may change a
 discrete choice, such as of an expert; only a fault comes back with new random tokens at the same row, step and layer.
-A model not proven correct in bounded time decodes its rows one after another.
-
-Feeds of several tokens, some taken back, are compared with the same tokens one by one: of one row, and of several in
-one call.
 """
 
 import logging
@@ -25,7 +21,6 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
 from cache.layers.layout import leaves_of, row_leaf, split_at_head, tail_of
@@ -132,7 +127,8 @@ def _named_sizes(value: Any, seen: set[int]) -> Iterator[int]:
     if id(value) in seen:
         return
     seen.add(id(value))
-    fields = _fields(value)
+    own = value if isinstance(value, dict) else {}
+    fields = dict(enumerate(value)) if isinstance(value, list | tuple) else {**own, **getattr(value, "__dict__", {})}
     for name, field in fields.items():
         if isinstance(field, int) and not isinstance(field, bool):
             if _SIZE.search(str(name)):
@@ -141,13 +137,6 @@ def _named_sizes(value: Any, seen: set[int]) -> Iterator[int]:
                 yield field * fields[f"{blocks[1]}block_size"]  # an indexer that selects whole blocks
         elif isinstance(field, dict | list | tuple) or hasattr(field, "__dict__"):
             yield from _named_sizes(field, seen)
-
-
-def _fields(value: Any) -> dict[Any, Any]:
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    own = dict(value) if isinstance(value, dict) else {}
-    return own | (vars(value) if hasattr(value, "__dict__") and (isinstance(value, Module) or not own) else {})
 
 
 MAX_SECONDS = 30.0

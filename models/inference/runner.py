@@ -203,7 +203,6 @@ class Runner:
             logger.info("drafts: %s", self.drafts_form)
 
     def _find_feeds(self, probe: Probe) -> None:
-        """Finds `max_feed_tokens` and what feeds cost."""
         fault = probe.find_feed_fault()
         if fault is not None:
             self.drafts_form = f"none, because {fault}"
@@ -238,10 +237,7 @@ class Runner:
     def score(
         self, caches: list[LayerCache], tokens: TokenArray, following: TokenArray, num_top: int, adapter: int
     ) -> list[TokenLogprob]:
-        """Evaluates tokens like `prefill`; returns each of `following`'s log-probability after its token.
-
-        Negative tokens stand for none.
-        """
+        """Evaluates like `prefill`; returns the log-probability of each of `following` that is not negative."""
         with selecting(self._adapters, adapter):
             logits = self._evaluate_prompt(caches, mx.array(tokens))
         told = _StepLogprobs.of(logits, [SamplingParams(top_logprobs=num_top)] * len(tokens))
@@ -282,18 +278,12 @@ class Runner:
         generated: TokenIds = (),
         adapter: int = NO_ADAPTER,
     ) -> DecodeRow:
-        """A row over `caches` that decodes from `next_token` on.
-
-        Penalties look at `prompt` and `generated`, the output before a replay.
-        """
+        """A row over `caches` that decodes from `next_token` on; `generated` is the output before a replay."""
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
         return DecodeRow(caches, state, [next_token], adapter, before=self._state_behind(caches))
 
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
-        """Feeds `row` `token` in the next step in place of the sample, which penalties forget.
-
-        `generated` is the output with `token`.
-        """
+        """Feeds `row` `token`, the last of `generated`, in place of the last sample, which penalties forget."""
         row.known = [token]
         row.sampling = row.sampling.after(prompt, generated)
 
@@ -330,10 +320,7 @@ class Runner:
         return step
 
     def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
-        """Samples a step's tokens, which `start` then computes.
-
-        `masks` holds the tokens that each sample may be, None for all; may be empty.
-        """
+        """Samples a step's tokens, which `start` then computes; `masks` as in `BatchSampler.sample`."""
         assert step.logits is not None, "a step samples once"
         states = [row.sampling for row in step.rows]
         with self._forgetting_on_error(step.rows):
@@ -490,7 +477,6 @@ class Runner:
         return _at(all_logits, (at if feeds is None else at[feeds.sampled_places]).tolist())
 
     def _names(self, rows: Sequence[DecodeRow]) -> list[int]:
-        """Of the batches that rows are in."""
         return [NO_ADAPTER] if self.mixes else list(dict.fromkeys([row.adapter for row in rows]))
 
     def _calls(
@@ -588,8 +574,7 @@ def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:
     assert previous.sampled is not None, "a step is followed once it has sampled"
     if tuple(rows) == previous.rows and not host_tokens:
         return previous.sampled
-    sampled_at = {row: index for index, row in enumerate(previous.rows)}
-    host_at = iter(range(len(previous.rows), len(previous.rows) + len(host_tokens)))
-    index = [next(host_at) if row.known else sampled_at[row] for row in rows]
+    places = {row: place for place, row in enumerate(previous.rows)}
+    places |= {row: place for place, row in enumerate([row for row in rows if row.known], len(places))}
     choices = mx.concatenate([previous.sampled, mx.array(host_tokens, dtype=mx.uint32)])
-    return choices[mx.array(index)]
+    return choices[mx.array([places[row] for row in rows])]
