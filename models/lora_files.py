@@ -188,7 +188,6 @@ def _settled(layer: Module, *, as_float32: bool) -> Module:
 
 
 def _modules_of(model: Module) -> dict[str, Module]:
-    """By path."""
     return dict(model.named_modules())  # type: ignore[no-untyped-call]
 
 

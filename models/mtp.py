@@ -41,9 +41,7 @@ class _Layout:
     prefix: str
     """`{n}` stands for the number of the model's layers."""
     parts: str
-    """Names of `_PARTS`. Without a norm it is the model's; with an output matrix of the module's own, states are
-    taken from before the model's last norm.
-    """
+    """Names of `_PARTS`: without a norm the model's is used, with an output matrix states before its last norm."""
     layer: str = ""
     """Before the names of the decoder layer."""
     hidden_first: bool = False

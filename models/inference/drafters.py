@@ -154,7 +154,6 @@ class ModelDrafter(Drafter):
     """Drafts with a second model."""
 
     def __init__(self, model: Module, vocab_size: int, draft: DraftModel) -> None:
-        """`vocab_size` is the width of the model's logits."""
         self._model, self._draft, self.name = cast(Any, model), cast(Any, draft.model), draft.name
         self._vocab_size, self._last_token = vocab_size, draft.vocab_size - 1
         self.num_layers = len(make_prompt_cache(draft.model))

@@ -40,10 +40,10 @@ class GrammarCompiler:
         self._eos = sorted(eos_token_ids)
         self._tokenizer = cache(partial(_read_tokenizer, describe_tokenizer, self._eos))
         self._compiled = lru_cache(MAX_KEPT)(
-            lambda grammar: LlguidanceGrammar(self._tokenizer(), _definition(grammar), self._eos)
+            lambda grammar: _LlguidanceGrammar(self._tokenizer(), _definition(grammar), self._eos)
         )
 
-    def compile(self, grammar: Grammar) -> "LlguidanceGrammar":
+    def compile(self, grammar: Grammar) -> "_LlguidanceGrammar":
         """Raises InvalidGrammar with the fault."""
         if len(grammar.text) > MAX_CHARACTERS:
             raise InvalidGrammar(f"{len(grammar.text)} characters are more than the {MAX_CHARACTERS} that are taken")
@@ -64,7 +64,7 @@ def _read_tokenizer(describe: Callable[[], str], eos_token_ids: list[int]) -> An
         raise InvalidGrammar(f"this model's tokenizer cannot be bound: {_brief(error)}") from error
 
 
-class LlguidanceGrammar:
+class _LlguidanceGrammar:
     """One compiled grammar. Any thread."""
 
     def __init__(self, tokenizer: Any, definition: str, eos_token_ids: Iterable[int]) -> None:
@@ -77,9 +77,8 @@ class LlguidanceGrammar:
         self.free: Final = _free_mask(tokenizer.vocab_size, eos_token_ids)
         self._check_beginning()
 
-    def begin(self) -> "LlguidanceMatcher":
-        """As `CompiledGrammar.begin`."""
-        return LlguidanceMatcher(self)
+    def begin(self) -> "_LlguidanceMatcher":
+        return _LlguidanceMatcher(self)
 
     def copy(self, spent: Any = None) -> tuple[Any, Any]:
         """The library's matcher at the beginning, and a copy with the same lexer; renews one that is `spent`."""
@@ -92,7 +91,7 @@ class LlguidanceGrammar:
         return llguidance.LLMatcher(self.tokenizer, self._definition, log_level=0, limits=_LIMITS)
 
     def _check_beginning(self) -> None:
-        matcher, message = LlguidanceMatcher(self, num_at_renewal=0), "no output of this model is allowed by it"
+        matcher, message = _LlguidanceMatcher(self, num_at_renewal=0), "no output of this model is allowed by it"
         try:
             texts = _tokens_in(matcher.mask() & self.free)
             message = "it is too large to be followed; repeat and offer less in it"
@@ -104,10 +103,10 @@ class LlguidanceGrammar:
             raise InvalidGrammar(f"{message} ({error})") from error
 
 
-class LlguidanceMatcher:
+class _LlguidanceMatcher:
     """Follows one output."""
 
-    def __init__(self, grammar: LlguidanceGrammar, num_at_renewal: int = -_RENEWAL_TOKENS) -> None:
+    def __init__(self, grammar: _LlguidanceGrammar, num_at_renewal: int = -_RENEWAL_TOKENS) -> None:
         """`num_at_renewal`: tokens at the last renewal; the first is always allowed."""
         self._grammar = grammar
         self._beginning, self._matcher = grammar.copy()
@@ -120,17 +119,14 @@ class LlguidanceMatcher:
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
     def accept(self, token: int) -> None:
-        """As `TokenMatcher.accept`."""
         self._tokens.append(token)
         self._matcher.consume_token(token)
 
     def accept_text(self, text: str) -> None:
-        """As `TokenMatcher.accept_text`."""
         for token in self._grammar.tokenizer.tokenize_str(text):
             self.accept(token)
 
     def mask(self) -> MaskWords:
-        """As `TokenMatcher.mask`."""
         fill_next_token_bitmask(self._matcher, self._words)
         if self._matcher.is_error() and len(self._tokens) - self._num_at_renewal >= _RENEWAL_TOKENS:
             self._renew()
@@ -160,15 +156,13 @@ class LlguidanceMatcher:
             words[spelled[0] // _WORD_BITS] = np.array(1 << spelled[0] % _WORD_BITS, np.uint32).astype(np.int32)
 
     def mask_without_end(self) -> MaskWords:
-        """As `TokenMatcher.mask_without_end`."""
         return self._grammar.free
 
     def forced(self) -> list[int]:
-        """As `TokenMatcher.forced`."""
         tokens: list[int] = self._matcher.compute_ff_tokens()  # its masks forbid any other tokenization
         return tokens
 
-    def copy(self) -> "LlguidanceMatcher":
+    def copy(self) -> "_LlguidanceMatcher":
         """Another matcher at the same place, with the same lexer."""
         copied = copy.copy(self)
         copied._matcher, copied._tokens = self._matcher.deep_copy(), [*self._tokens]

@@ -276,10 +276,7 @@ class _Counted(Penalty):
 
 
 class _Dry(Penalty):
-    """Don't repeat yourself, as in llama.cpp: penalises continuing a repetition, more for longer ones.
-
-    Windows move by one token a step, so lengths keep their places.
-    """
+    """Don't repeat yourself, as in llama.cpp: penalises continuing a repetition, more for longer ones."""
 
     def __init__(self, rows: Sequence[RowSampling], windows: Sequence[_Window | None], vocab_size: int) -> None:
         super().__init__(rows, windows, vocab_size)
@@ -303,6 +300,7 @@ class _Dry(Penalty):
 
     def count(self, tokens: mx.array) -> None:
         newest = tokens[:, None].astype(mx.int32)
+        # Windows move by one token a step, so lengths keep their places.
         goes_on = (self._recent == newest) & ~mx.take_along_axis(self._is_breaker, newest, axis=-1)
         self._repeated = mx.where(goes_on, mx.minimum(self._repeated + 1, MAX_REPEATED), 0)
         super().count(tokens)
@@ -424,9 +422,7 @@ def _typical(params: Sequence[SamplingParams]) -> Stage | None:
 
 
 def _xtc(rows: Sequence[RowSampling], params: Sequence[SamplingParams]) -> Stage | None:
-    """Exclude top choices, as in llama.cpp: in draws that seed and position choose, only the least likely of the
-    likely tokens is kept.
-    """
+    """Exclude top choices, as in llama.cpp: in some draws only the least likely of the likely tokens is kept."""
     if max([p.xtc_probability for p in params]) == 0:
         return None
 
@@ -460,10 +456,7 @@ def _largest(values: mx.array, count: int) -> mx.array:
 
 
 class BatchSampler:
-    """Samples a token per row. Worker thread only.
-
-    Parameters become arrays once, when the rows change.
-    """
+    """Samples a token per row. Parameters become arrays once, when the rows change. Worker thread only."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

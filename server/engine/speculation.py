@@ -123,7 +123,7 @@ class _ExpectedText(_Text):
         return max(self.odds.values[0] - self.shared.cost, 0.0)
 
     def push(self, token: int) -> None:
-        """_Odds that forbid drafts return slowly to those of all rows."""
+        """Odds that forbid drafts return slowly to those of all rows."""
         self.odds.relax(self.shared.values, _RELAX)
 
     def draft(self, limit: int) -> list[int]:
@@ -276,10 +276,7 @@ class Excess:
             self._max_debts[expected] = max(max_debt / 2, _FIRST_DEBT)
 
     def learn(self, num_calls: int, added: float, base: float, took: float) -> float:
-        """Takes a step that `took` so long, of which load-time costs explain `base` and `added` for drafted tokens.
-
-        Returns what it took, less after a stall.
-        """
+        """Takes a step, of which load-time costs explain `base` and `added`; returns `took`, less after a stall."""
         self._num_plain, self._num_unmeasured = 0, self._num_unmeasured + 1
         took = self._overrun.bounded(took, base + self.call * num_calls + self.scale * added)
         weight, over = 1 / took**2, took - base
@@ -391,10 +388,7 @@ class Drafting:
         self.own.end(self.is_kept)
 
     def chances(self, limit: int, least: float, ahead: int = 0) -> list[float]:
-        """For each token of a draft, the chance that it and all before it are accepted, less its cost.
-
-        Without hopeless tokens. Assumes that `ahead` more tokens agree.
-        """
+        """For each token that is worth it, the chance that all up to it are accepted, if `ahead` more agree first."""
         chances, chance = list[float](), 1.0
         if self.chosen is None or limit <= 0:
             return chances
@@ -446,8 +440,7 @@ class Speculation:
         draft_seconds: float | None = None,
         drafter: DraftSource = DraftSource.MTP,
     ) -> None:
-        """`step_seconds`: of a model call, by its tokens; `draft_seconds`: of a token that the drafter, if any,
-        drafts.
+        """Seconds are of a model call, by its tokens, and of a token that the drafter, if any, drafts.
 
         `feeds_again`: after a rejection the accepted tokens are evaluated again with the next step.
         """
@@ -513,10 +506,7 @@ class Speculation:
         return False
 
     def _alternatives(self, rows: Sequence[Drafting]) -> Iterator[float]:
-        """Has rows choose what drafts, the drafter where it promises most; then, should that not pay, texts alone.
-
-        Tells what the step may then lose.
-        """
+        """What the next step may lose, once rows choose what drafts: with the drafter first, then texts alone."""
         followed, expected = map(self._excess_of(len(rows)).may_lose, (False, True))
         for may_expect in [True] * (self._drafts_itself and expected > 0) + [False] * (followed > 0):
             for row in rows:
@@ -539,10 +529,7 @@ class Speculation:
     def plan(
         self, rows: Sequence[Drafting], limits: Sequence[int], predict: Predict, known: Sequence[int]
     ) -> list[list[int]]:
-        """A draft for each row, of `limits` tokens at most; all are empty unless they pay together.
-
-        `known`: the tokens of each row's feed before its draft.
-        """
+        """A draft for each row, of `limits` tokens behind its `known` ones; empty unless all pay together."""
         self._drafting_seconds = 0.0  # the last draft may have come to nothing
         # Beside a row with more, a token may cost nothing.
         least = self._least_chance(len(rows)) if max(known) == 1 else MIN_CHANCE

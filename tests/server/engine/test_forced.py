@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cache.history import ForcedText, History
-from models.inference.grammar import GrammarCompiler, LlguidanceMatcher
+from models.inference.grammar import GrammarCompiler, _LlguidanceMatcher
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import load
@@ -172,10 +172,10 @@ def test_tokens_that_close_a_thought_share_a_step_where_no_grammar_binds_the_ans
 
 
 def test_wrong_forced_tokens_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammar, right, speculation = bindable("llama").grammar("schema"), LlguidanceMatcher.forced, Priced()
+    grammar, right, speculation = bindable("llama").grammar("schema"), _LlguidanceMatcher.forced, Priced()
     plain, _ = answers("llama", None, 4, grammar=grammar)
 
-    def wrong(matcher: LlguidanceMatcher) -> list[int]:
+    def wrong(matcher: _LlguidanceMatcher) -> list[int]:
         """The forced tokens, one of several that are allowed, and one that may not be."""
         forced, ahead = right(matcher), matcher.copy()
         for token in forced:
@@ -183,7 +183,7 @@ def test_wrong_forced_tokens_change_no_answer(monkeypatch: pytest.MonkeyPatch) -
         allowed = np.flatnonzero(np.unpackbits(ahead.mask().view(np.uint8), bitorder="little"))
         return [*forced, int(allowed[-1]), 40]
 
-    monkeypatch.setattr(LlguidanceMatcher, "forced", wrong)
+    monkeypatch.setattr(_LlguidanceMatcher, "forced", wrong)
     assert answers("llama", speculation, 4, grammar=grammar)[0] == plain
     assert speculation.forced[0] > speculation.forced[1] > 0
 
