@@ -29,7 +29,6 @@ from models.mlx_lm_import import CacheList, create_attention_mask, infer_quant_c
 _MAX_RAW_NORM: Final = 0.8
 """Mean of a layer's norms: of differences from one .4 to .6, of whole ones 1.3, or 1 where untrained."""
 
-_MAX_REASON: Final = 120
 _PARTS: Final = ("embedding_norm", "hidden_norm", "projection", "norm", "output")
 """Of the module, in the order of `_Layout.parts`, beside the decoder layer."""
 
@@ -178,7 +177,7 @@ def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -
     except ModelBroken:
         raise
     except Exception as error:  # MLX does not read all types; mlx-lm's code for the family raises anything
-        reason = brief(error, _MAX_REASON)
+        reason = brief(error, 120)
         raise ModelBroken(f"{name}: the tensors of its MTP module do not belong together: {reason}") from error
     for tensor, array in found.items():
         if _kind(array) != _kind(expected[tensor]):

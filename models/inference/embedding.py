@@ -5,6 +5,7 @@ evaluated together, padded at the end, which changes nothing; a long one alone, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeAlias, cast
 
@@ -113,11 +114,10 @@ def _parts(model: Any) -> list[Any]:
 
 
 def _gives_states(part: Any) -> bool:
-    try:
+    with suppress(Exception):  # whatever an architecture does with arguments that it does not expect
         states = part(mx.zeros((1, 2), mx.int32))
-    except Exception:  # whatever an architecture does with arguments that it does not expect
-        return False
-    return isinstance(states, mx.array) and states.ndim == 3 and states.shape[:2] == (1, 2)
+        return isinstance(states, mx.array) and states.ndim == 3 and states.shape[:2] == (1, 2)
+    return False
 
 
 def _heads(model: Any) -> Iterator[_Evaluate]:
@@ -129,11 +129,10 @@ def _heads(model: Any) -> Iterator[_Evaluate]:
 
 
 def _makes(head: _Evaluate, states: mx.array, wanted: mx.array) -> bool:
-    try:
+    with suppress(Exception):  # as above
         found = head(states)
         return found.shape == wanted.shape and bool(mx.allclose(found, wanted, rtol=1e-2, atol=1e-2))
-    except Exception:  # whatever an architecture does with arguments that it does not expect
-        return False
+    return False
 
 
 def _read(states: mx.array, reading: Reading) -> mx.array:

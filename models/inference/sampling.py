@@ -193,20 +193,18 @@ def _allowed_tokens(rows: Sequence[RowSampling], vocab_size: int) -> Stage | Non
 
 def _early_ends(rows: Sequence[RowSampling], vocab_size: int) -> Stage | None:
     """The affected rows change with each draw."""
-    found = [
-        (row.params.min_tokens, row, index, [token for token in row.params.end_token_ids if token < vocab_size])
-        for index, row in enumerate(rows)
-        if row.position < row.params.min_tokens
-    ]
+    if not [row for row in rows if row.position < row.params.min_tokens]:
+        return None
 
     def exclude(logits: mx.array) -> mx.array:
-        ends = [(index, token) for least, row, index, tokens in found if row.position < least for token in tokens]
+        early = [(index, row.params) for index, row in enumerate(rows) if row.position < row.params.min_tokens]
+        ends = [(index, token) for index, params in early for token in params.end_token_ids if token < vocab_size]
         if not ends:
             return logits
         places = tuple(map(mx.array, zip(*ends, strict=True)))
         return _unless_empty(logits.at[places].add(-math.inf), logits)
 
-    return exclude if found else None
+    return exclude
 
 
 def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
