@@ -193,18 +193,15 @@ class Journal:
 
     @property
     def moved(self) -> MovedState:
-        events, num_bytes = self._num_events, self._num_bytes
-        return MovedState(
-            *(events[Happening.PAGED_IN], events[Happening.PAGED_OUT]),
-            *(num_bytes[Happening.WRITTEN], num_bytes[Happening.READ]),
-        )
+        paged = (self._num_events[what] for what in (Happening.PAGED_IN, Happening.PAGED_OUT))
+        return MovedState(*paged, *(self._num_bytes[what] for what in (Happening.WRITTEN, Happening.READ)))
 
-    def record(self, event: CacheEvent) -> None:
+    def record(self, what: Happening, namespace: str, **fields: Any) -> None:
         """Counts an event and tells the listener."""
-        self._num_events[event.what] += 1
-        self._num_bytes[event.what] += event.fields.get("bytes", 0)
+        self._num_events[what] += 1
+        self._num_bytes[what] += fields.get("bytes", 0)
         if (tell := self.tell) is not None:
-            tell(event)
+            tell(CacheEvent(what, namespace, fields))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
 
-from cache.budget import CacheEvent, EvictionReason, Happening, Journal, Ledger, PinLimit
+from cache.budget import EvictionReason, Happening, Journal, Ledger, PinLimit
 from cache.disk.connector import DiskConnector
 from cache.eviction import Candidate, Chance, EvictionOrder, over_share
 from cache.layers.layout import Layout
@@ -165,9 +165,8 @@ class MemoryTier:
         self.num_evictions += 1
         self.evictions[name] += 1
         if self.journal.tell is not None:  # there may be thousands of nodes
-            kind = "snapshot" if is_snapshot else "edge"
-            fields = {"kind": kind, "tokens": node.stop - node.start, "bytes": num_bytes, "reason": reason}
-            self.journal.record(CacheEvent(Happening.EVICTED, name, fields))
+            fields = {"kind": "snapshot" if is_snapshot else "edge", "tokens": node.stop - node.start}
+            self.journal.record(Happening.EVICTED, name, **fields, bytes=num_bytes, reason=reason)
         if self.disk is not None:
             self.disk.save_dropped(node)
         if is_snapshot:

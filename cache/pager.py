@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
-from cache.budget import PADDING, CacheEvent, Happening
+from cache.budget import PADDING, Happening
 from cache.layers.state import Segment
 from cache.memory_tier import MemoryTier
 from cache.slots import Slot
@@ -122,8 +122,8 @@ class Pager:
         self.layout.truncate_spans(slot.caches, keep)
 
     def _record(self, what: Happening, slot: Slot, num_tokens: int) -> None:
-        fields = {"slot": None if slot in self.heads else slot.index, "tokens": num_tokens}
-        self.memory.journal.record(CacheEvent(what, slot.namespace, fields))
+        index = None if slot in self.heads else slot.index
+        self.memory.journal.record(what, slot.namespace, slot=index, tokens=num_tokens)
 
     def page_out_idle(self, target_bytes: int, busy: Slot | None, spared: Sequence[Node] = ()) -> None:
         """Pages idle slots out until `target_bytes` are charged, then heads without readers but at `spared` nodes.

@@ -9,7 +9,7 @@ time.
 from collections.abc import Callable, Iterable, Iterator
 
 from cache import snapshots
-from cache.budget import ASIDE, PADDING, BudgetExceeded, CacheEvent, CacheStats, DiskFault, Happening, PinnedFull
+from cache.budget import ASIDE, PADDING, BudgetExceeded, CacheStats, DiskFault, Happening, PinnedFull
 from cache.disk.connector import DiskConnector, DiskMatch
 from cache.disk.tier import DiskTier, Prefetch
 from cache.history import History
@@ -143,8 +143,8 @@ class PrefixCache:
             segment, snapshot = disk.load(match)
         except DiskFault:
             return False
-        fields = {"tokens": match.offset - found.restorable, "bytes": match.num_bytes}
-        self.memory.journal.record(CacheEvent(Happening.READ, lookup.namespace, fields))
+        num_tokens = match.offset - found.restorable
+        self.journal.record(Happening.READ, lookup.namespace, tokens=num_tokens, bytes=match.num_bytes)
         trie, tokens = self.pager.trie(lookup.namespace), lookup.tokens[: match.offset]
         first = segment.start if segment is not None else match.offset
         assert trie.match(tokens).length >= first, "the state that a read was to extend was evicted meanwhile"

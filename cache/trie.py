@@ -158,17 +158,15 @@ class TokenTrie(Generic[TrieNode]):
         Without `may_split`, the start of an edge that the tokens end inside. The caller gives an added edge a span or
         home at once.
         """
-        done = 0
-        while done < len(tokens):
-            child = node.children.get(int(tokens[done]))
-            if child is None:
-                return self._add(node, tokens[done:])
-            matched = common_prefix_length(child.tokens, tokens[done:])
-            done += matched
-            if matched < len(child.tokens) and done == len(tokens) and not may_split:
-                return node
-            node = child if matched == len(child.tokens) else self.split(child, child.start + matched)
-        return node
+        end = self.follow(Place(node, node.stop), tokens)
+        tokens = tokens[end.length - node.stop :]
+        if end.length == end.node.stop:
+            node = end.node
+        elif len(tokens) or may_split or end.node.parent is None:
+            node = self.split(end.node, end.length)
+        else:
+            return end.node.parent
+        return self._add(node, tokens) if len(tokens) else node
 
     def split(self, node: TrieNode, offset: int) -> TrieNode:
         """Cuts `node`, then the lower half, at `offset`; returns the upper."""

@@ -18,7 +18,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from cache.budget import CacheEvent, DiskFault, Happening, Journal
+from cache.budget import DiskFault, Happening, Journal
 from cache.disk.codec import LoadedState, StateImage, Unstorable
 from cache.disk.files import Receipt
 from cache.disk.folder import DiskStore
@@ -281,8 +281,7 @@ class DiskTier:
             return False
         for name in dict.fromkeys(file.namespace for file in victims):
             freed = [file.num_bytes for file in victims if file.namespace == name]
-            fields = {"files": len(freed), "bytes": sum(freed)}
-            self.journal.record(CacheEvent(Happening.DELETED, name, fields))
+            self.journal.record(Happening.DELETED, name, files=len(freed), bytes=sum(freed))
         self._drop(victims)
         return True
 
@@ -318,9 +317,8 @@ class DiskTier:
             if not file.is_gone:
                 file.receipt = receipt
                 self.tree.resize(file, num_bytes - file.num_bytes)
-            kind = "snapshot" if file.is_snapshot else "rows"
-            fields = {"kind": kind, "tokens": file.stop - file.start, "bytes": num_bytes}
-            self.journal.record(CacheEvent(Happening.WRITTEN, file.namespace, fields))
+            fields = {"kind": "snapshot" if file.is_snapshot else "rows", "tokens": file.stop - file.start}
+            self.journal.record(Happening.WRITTEN, file.namespace, **fields, bytes=num_bytes)
 
     def write_span(self, target: Target, segment: Segment) -> None:
         """Begins to write what disk lacks of a segment that stops where `target` does.

@@ -130,7 +130,7 @@ class _ChunkedLeaf(RowLeaf):
 def row_leaf(cache: LayerCache) -> RowLeaf | None:
     """The adapter of a cache; None if it must be taken whole."""
     kind = type(cache)
-    if kind is mlx_lm_cache.KVCache:
+    if kind is KVCache:
         return RowLeaf()
     if kind is mlx_lm_cache.ConcatenateKVCache:
         return _ConcatenatingLeaf()
@@ -138,9 +138,7 @@ def row_leaf(cache: LayerCache) -> RowLeaf | None:
         return _QuantizedLeaf()
     if kind is mlx_lm_cache.RotatingKVCache and cache.keep == 0:
         return _RotatingLeaf(cache.max_size)
-    if kind is mlx_lm_cache.ChunkedKVCache:
-        return _ChunkedLeaf(cache.chunk_size)
-    return None
+    return _ChunkedLeaf(cache.chunk_size) if kind is mlx_lm_cache.ChunkedKVCache else None
 
 
 def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
@@ -214,9 +212,6 @@ class Layout:
         """Where a sequence's own span rows begin: after its head, if it has one."""
         return head_length(leaves_of(caches))
 
-    def _own_spans(self, caches: Sequence[LayerCache]) -> list[_Rows]:
-        return [(leaf, tail_of(live), components) for leaf, live, components in _rows(self._spans, caches)]
-
     # -- sizes
 
     def live_bytes(self, caches: Sequence[LayerCache]) -> int:
@@ -245,7 +240,7 @@ class Layout:
 
     def capacity(self, caches: Sequence[LayerCache]) -> int | None:
         """How many tokens fit head and span buffers, if any exist."""
-        spans, origin = self._own_spans(caches), self.origin(caches)
+        spans, origin = _rows(self._spans, caches), self.origin(caches)
         capacities = [leaf.capacity(live) for leaf, live, _ in spans if leaf.can_overallocate]
         return min((origin + num for num in capacities if num is not None), default=None)
 
@@ -256,7 +251,7 @@ class Layout:
         size. An error damages the caches. A head counts towards `capacity_tokens`.
         """
         capacity_tokens -= self.origin(caches)
-        for leaf, live, _ in self._own_spans(caches):
+        for leaf, live, _ in _rows(self._spans, caches):
             capacity = leaf.capacity(live) if leaf.can_overallocate else capacity_tokens
             if capacity is None:
                 live.step = capacity_tokens
@@ -266,7 +261,7 @@ class Layout:
 
     def bound_growth(self, caches: Sequence[LayerCache]) -> None:
         """Existing span buffers grow by a step from now on, however large."""
-        for leaf, live, _ in self._own_spans(caches):
+        for leaf, live, _ in _rows(self._spans, caches):
             if leaf.can_overallocate and leaf.capacity(live) is not None:
                 live.step = GROWTH_TOKENS
 
@@ -274,12 +269,12 @@ class Layout:
 
     def has_rows(self, caches: Sequence[LayerCache]) -> bool:
         """Whether every span layer has its arrays; an error in shared buffers may take them."""
-        return all(leaf.length(live) for leaf, live, _ in self._own_spans(caches))
+        return all(leaf.length(live) for leaf, live, _ in _rows(self._spans, caches))
 
     def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> Segment:
         """Span rows `[start, stop)` as views, to be copied before the caches change."""
         first, last = _own_range(self.origin(caches), start, stop)
-        arrays = [array for leaf, live, _ in self._own_spans(caches) for array in leaf.arrays(live)]
+        arrays = [array for leaf, live, _ in _rows(self._spans, caches) for array in leaf.arrays(live)]
         rows = [array[..., first:last, :] for array in arrays]
         mx.eval(rows)
         return Segment(start, stop, [((index,), array) for index, array in enumerate(rows)])
@@ -293,7 +288,7 @@ class Layout:
         """
         packs: list[list[Pack]] = [[] for _ in ranges]
         own_ranges = [_own_range(self.origin(caches), *tokens) for tokens in ranges]
-        for batch in _batches(self._own_spans(caches)):
+        for batch in _batches(_rows(self._spans, caches)):
             arrays = [array for leaf, live, _ in batch for array in leaf.arrays(live)]
             indices = [index for _, _, components in batch for index in components]
             for held, (start, stop) in zip(packs, own_ranges, strict=True):
@@ -319,7 +314,7 @@ class Layout:
         """
         origin = self.origin(caches)
         _, num_kept = _own_range(origin, origin, keep)
-        for leaf, live, components in self._own_spans(caches):
+        for leaf, live, components in _rows(self._spans, caches):
             held = [array[..., :num_kept, :] for array in leaf.arrays(live)] if num_kept else []
             num_spare = capacity_tokens - offset if leaf.can_overallocate else 0
             arrays = []
@@ -337,7 +332,7 @@ class Layout:
         """Forgets span rows from `offset` on."""
         origin = self.origin(caches)
         _, num_kept = _own_range(origin, origin, offset)
-        for leaf, live, _ in self._own_spans(caches):
+        for leaf, live, _ in _rows(self._spans, caches):
             leaf.truncate(live, num_kept)
 
     def split_at_head(self, caches: list[LayerCache], head: Sequence[LayerCache], num_tokens: int) -> None:
@@ -390,7 +385,7 @@ class Layout:
 def _rows(layers: Iterable[tuple[int, RowLeaf]], caches: Sequence[LayerCache]) -> list[_Rows]:
     leaves, first, found = leaves_of(caches), 0, list[_Rows]()
     for index, leaf in layers:
-        found.append((leaf, leaves[index], range(first, first + leaf.num_components)))
+        found.append((leaf, tail_of(leaves[index]), range(first, first + leaf.num_components)))
         first += leaf.num_components
     return found
 

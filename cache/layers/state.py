@@ -97,12 +97,9 @@ class Segment:
     def split(self, offset: int) -> "tuple[Segment, Segment]":
         """`[start, offset)` and `[offset, stop)`, each owning its bytes."""
         cut = offset - self.start
-        halves = (self.start, offset, slice(cut)), (offset, self.stop, slice(cut, None))
-        before, after = (
-            Segment(start, stop, [(pack.indices, owned(pack.rows[:, :, part])) for pack in self.packs])
-            for start, stop, part in halves
-        )
-        return before, after
+        before = [(pack.indices, owned(pack.rows[:, :, :cut])) for pack in self.packs]
+        after = [(pack.indices, owned(pack.rows[:, :, cut:])) for pack in self.packs]
+        return Segment(self.start, offset, before), Segment(offset, self.stop, after)
 
     def join(self, *later: "Segment") -> "Segment":
         """Joins `later`, each of which must start where the one before stops. Copies all rows once."""
