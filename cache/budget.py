@@ -8,9 +8,7 @@ CacheError
 ├── PinnedFull
 ├── PinLimit
 ├── FolderError
-│   ├── DiskInUse
-│   ├── FolderUnsafe
-│   └── FolderUnusable
+│   └── DiskInUse
 └── DiskFault
 """
 
@@ -110,27 +108,15 @@ class PinLimit(CacheError):
 class FolderError(CacheError):
     """The folder cannot be used; the message is one sentence for a person."""
 
-
-class FolderUnusable(FolderError):
-    """The folder cannot be made, entered or written to."""
-
-    def __init__(self, folder: Path, cause: Exception) -> None:
-        words = getattr(cause, "strerror", None) or str(cause)
-        super().__init__(f"the cache folder {folder} cannot be used: {words[:1].lower()}{words[1:]}")
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__(f"the cache folder {folder} {reason}")
 
 
 class DiskInUse(FolderError):
     """Another process has locked the folder."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(f"the cache folder {folder} is in use by another process; give each its own")
-
-
-class FolderUnsafe(FolderError):
-    """The folder is another user's, or others can write into it."""
-
-    def __init__(self, folder: Path, reason: str) -> None:
-        super().__init__(f"the cache folder {folder} {reason}; it holds people's conversations, so it is not used")
+        super().__init__(folder, "is in use by another process; give each its own")
 
 
 class DiskFault(CacheError):

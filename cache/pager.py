@@ -70,7 +70,7 @@ class Pager:
         missing = [node for node in landing.path() if node.stop > keep]
         if missing:
             sources = [node.span if node.span is not None else self._live_rows(node) for node in missing]
-            self.layout.load_spans(slot.caches, sources, keep=keep, offset=landing.stop, capacity_tokens=capacity)
+            self.layout.load_spans(slot.caches, sources, keep=keep, offset=landing.stop, capacity=capacity)
             for node in missing:
                 if node.home is None:
                     trie.make_live(node, slot)

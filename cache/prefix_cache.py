@@ -68,7 +68,6 @@ class PrefixCache:
         self.pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
         found, is_promoted = self._promote(request.lookup, is_background=request.is_background)
         slot = choose_slot(self.slots, found, request.namespace, request.session_id)
-        assert slot is not None, "a slot is idle"
         found = self._leave_end(request, found)
         slot.is_background = request.is_background
         capacity = self._capacity(request)

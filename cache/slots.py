@@ -180,8 +180,8 @@ def _continued(slot: Slot, shared: int) -> int:
     return shared if shared == slot.offset else 0
 
 
-def choose_slot(slots: Iterable[Slot], found: LookupResult, namespace: str, session_id: str | None) -> Slot | None:
-    """The slot for a request; None while all are leased.
+def choose_slot(slots: Iterable[Slot], found: LookupResult, namespace: str, session_id: str | None) -> Slot:
+    """The slot for a request; one must be idle.
 
     First the one that the request continues, unless the trie restores deeper; then the conversation's own; then an
     empty one; then the least recently used.
@@ -195,7 +195,7 @@ def choose_slot(slots: Iterable[Slot], found: LookupResult, namespace: str, sess
         return max(continued, key=lambda slot: (slot.offset, own[slot.index], slot.last_used))
     if rewound:
         return max(rewound, key=lambda slot: (own[slot.index], shared[slot.index], slot.last_used))
-    return min(idle, key=lambda slot: (slot.offset > 0, slot.last_used, slot.index), default=None)
+    return min(idle, key=lambda slot: (slot.offset > 0, slot.last_used, slot.index))
 
 
 def _rewinds(slot: Slot, shared: int, *, is_own: bool) -> bool:

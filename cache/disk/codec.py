@@ -65,14 +65,10 @@ class StateImage:
 
     def tensors(self, start: int, stop: int) -> list[Tensor]:
         """Rows `[start, stop)`, in token offsets, and all recurrent state."""
-        rows = slice(start - self.start, stop - self.start)
-        return [
-            *(
-                Tensor(name, kind, _bits(one).transpose(2, 0, 1, 3)[rows], BLOCK_TOKENS)
-                for name, kind, one in self._rows
-            ),
-            *(Tensor(name, kind, _bits(one).reshape(1, -1), 1) for name, kind, one in self._arrays),
-        ]
+        first, last = start - self.start, stop - self.start
+        rows = ((name, kind, _bits(one).transpose(2, 0, 1, 3)[first:last]) for name, kind, one in self._rows)
+        whole = ((name, kind, _bits(one).reshape(1, -1)) for name, kind, one in self._arrays)
+        return [*(Tensor(*one, BLOCK_TOKENS) for one in rows), *(Tensor(*one, 1) for one in whole)]
 
 
 def _carried(arrays: NamedArrays) -> list[tuple[str, str, mx.array]]:

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cache.budget import DiskFault, DiskInUse, FolderUnsafe, FolderUnusable
+from cache.budget import DiskFault, DiskInUse, FolderError
 from cache.disk.codec import LoadedState, StateImage, read_state
 from cache.disk.files import FileSystem, Receipt, TensorFile, read_exactly, write_tensors
 from cache.disk.index import DATABASE, WriteDay, add, prepare, read_rows, read_write_day
@@ -41,20 +41,25 @@ def _is_damage(error: Exception) -> bool:
     return code & 0xFF == sqlite3.SQLITE_ERROR
 
 
+def _unusable(folder: Path, cause: Exception) -> FolderError:
+    words = getattr(cause, "strerror", None) or str(cause)
+    return FolderError(folder, f"cannot be used: {words[:1].lower()}{words[1:]}")
+
+
 def _check_owner(files: FileSystem, folder: Path) -> None:
-    """Raises FolderUnsafe if another user could replace the folder or add files."""
-    owner, mode = files.owner_and_mode(folder)
+    """Raises FolderError if another user could replace the folder or add files."""
+    (owner, mode), (above, mode_above) = files.owner_and_mode(folder), files.owner_and_mode(folder.parent)
     if owner != os.geteuid():
-        raise FolderUnsafe(folder, f"belongs to another user (id {owner}); name another one, or change its owner")
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise FolderUnsafe(folder, f"can be written to by other users (mode {mode:04o}); run chmod go-w on it")
-    owner, mode = files.owner_and_mode(folder.parent)
-    if owner not in (os.geteuid(), _ROOT):
-        raise FolderUnsafe(folder, f"is in a folder that belongs to another user (id {owner}); name another one")
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise FolderUnsafe(
-            folder, f"is in a folder that anyone can write to (mode {mode:04o}); run chmod o-w on that"
-        )
+        reason = f"belongs to another user (id {owner}); name another one, or change its owner"
+    elif mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = f"can be written to by other users (mode {mode:04o}); run chmod go-w on it"
+    elif above not in (os.geteuid(), _ROOT):
+        reason = f"is in a folder that belongs to another user (id {above}); name another one"
+    elif mode_above & stat.S_IWOTH and not mode_above & stat.S_ISVTX:
+        reason = f"is in a folder that anyone can write to (mode {mode_above:04o}); run chmod o-w on that"
+    else:
+        return
+    raise FolderError(folder, f"{reason}; it holds people's conversations, so it is not used")
 
 
 class DiskStore:
@@ -65,7 +70,7 @@ class DiskStore:
     """
 
     def __init__(self, folder: Path, fingerprint: str, files: FileSystem | None = None) -> None:
-        """Creates what is missing. Raises FolderUnsafe, DiskInUse and FolderUnusable."""
+        """Creates what is missing. Raises FolderError."""
         self._files = files or FileSystem()
         self._folder = folder
         self._fingerprint = fingerprint
@@ -78,13 +83,13 @@ class DiskStore:
         except BlockingIOError as error:
             raise DiskInUse(folder) from error
         except OSError as error:
-            raise FolderUnusable(folder, error) from error
+            raise _unusable(folder, error) from error
         try:
             self._secret = self._load_secret()
             self._index, self.tree, self.day = self._recover()
         except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
             self._unlock()
-            raise FolderUnusable(folder, error) from error
+            raise _unusable(folder, error) from error
 
     def _load_secret(self) -> bytes:
         path = self._folder / "secret"

@@ -73,12 +73,10 @@ def _end(thread: ThreadPoolExecutor) -> None:
 class FileReader:
     """Loads a folder's files, ahead or at once."""
 
-    def __init__(
-        self, store: DiskStore, *, max_ahead_bytes: int, lose: Callable[[StoredFile, DiskFault], None]
-    ) -> None:
+    def __init__(self, store: DiskStore, *, max_bytes: int, lose: Callable[[StoredFile, DiskFault], None]) -> None:
         """`lose` gets files that cannot be read."""
         self._store = store
-        self._max_bytes = max_ahead_bytes
+        self._max_bytes = max_bytes
         self._lose = lose
         self._reads: list[_Read] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-reader")
@@ -125,9 +123,7 @@ class FileReader:
 
     def _find(self, part: FilePart) -> _Read | None:
         same_file = (read for read in self._reads if read.part.file is part.file)
-        return next(
-            (read for read in same_file if read.part.start <= part.start <= part.stop <= read.part.stop), None
-        )
+        return next((one for one in same_file if one.part.start <= part.start <= part.stop <= one.part.stop), None)
 
     def _release(self, read: _Read) -> None:
         read.num_waiting -= 1
@@ -231,7 +227,7 @@ class DiskTier:
         self.tree = store.tree
         self._store = store
         self.queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, report=self._report)
-        self.reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, lose=self._lose)
+        self.reader = FileReader(store, max_bytes=max_in_flight_bytes, lose=self._lose)
         self.budget_bytes = budget_bytes
         self.num_gone = 0
         """Files evicted, damaged, cleared or replaced since the start."""

@@ -300,23 +300,17 @@ class Layout:
         return [Segment(start, stop, held) for held, (start, stop) in zip(packs, ranges, strict=True)]
 
     def load_spans(
-        self,
-        caches: Sequence[LayerCache],
-        sources: Sequence[Segment],
-        *,
-        keep: int,
-        offset: int,
-        capacity_tokens: int,
+        self, caches: Sequence[LayerCache], sources: Sequence[Segment], *, keep: int, offset: int, capacity: int
     ) -> None:
         """Makes live span caches hold `[0, offset)`: their first `keep` rows, then `sources`.
 
-        Buffers get `capacity_tokens`. Sources forget copied components. Raises AssertionError if rows are missing.
+        Buffers get `capacity`. Sources forget copied components. Raises AssertionError if rows are missing.
         """
         origin = self.origin(caches)
         _, num_kept = _own_range(origin, origin, keep)
         for leaf, live, components in _rows(self._spans, caches):
             held = [array[..., :num_kept, :] for array in leaf.arrays(live)] if num_kept else []
-            num_spare = capacity_tokens - offset if leaf.can_overallocate else 0
+            num_spare = capacity - offset if leaf.can_overallocate else 0
             arrays = []
             for number, component in enumerate(components):
                 parts = [*held[number : number + 1], *(source.component(component) for source in sources)]

@@ -136,7 +136,7 @@ class SizedLayout(Layout):
         return [self.live_rows(caches, start, stop) for start, stop in ranges]
 
     def load_spans(
-        self, caches: Sequence[Any], sources: Sequence[Any], *, keep: int, offset: int, capacity_tokens: int
+        self, caches: Sequence[Any], sources: Sequence[Any], *, keep: int, offset: int, capacity: int
     ) -> None:
         """Makes a live sequence hold `[0, offset)` of its first `keep` rows and the sources' rows."""
         reached = keep

@@ -207,8 +207,6 @@ def view(
 @pytest.mark.parametrize(
     ("views", "stored_offset", "expected"),
     [
-        ([], 0, None),
-        ([view(0, is_leased=True), view(1, is_leased=True)], 0, None),
         ([view(0, 9, 0), view(1)], 0, 1),
         ([view(0, 9, 0, last_used=2), view(1, 9, 0, last_used=1)], 0, 1),
         ([view(0), view(1, 9, 9)], 0, 1),
@@ -227,8 +225,6 @@ def view(
         ([view(0, 9, 9), view(1, 20, 15, is_same_session=True)], 0, 0),
     ],
     ids=[
-        "no slots",
-        "all leased",
         "an empty one before another's",
         "the one unused for longest",
         "the one that it continues",
@@ -247,10 +243,10 @@ def view(
         "going on before rewinding",
     ],
 )
-def test_choice_of_a_slot(views: list[tuple[Slot, int]], stored_offset: int, expected: int | None) -> None:
+def test_choice_of_a_slot(views: list[tuple[Slot, int]], stored_offset: int, expected: int) -> None:
     slots, shared = [slot for slot, _ in views], [common for _, common in views]
     found = choose_slot(slots, LookupResult(Place(NOWHERE, 0), [], stored_offset, shared, 0), "", "ours")
-    assert (found.index if found is not None else None) == expected
+    assert found.index == expected
 
 
 # ----------------------------------------------------------------------------------------------------- token log

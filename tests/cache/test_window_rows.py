@@ -261,7 +261,7 @@ def test_spans_are_never_restored_while_rows_are_missing(held: list[tuple[int, i
     caches = fake_model.make_caches("T")[:1]
     with pytest.raises(AssertionError, match="rows for the tokens"):
         Layout(caches).load_spans(
-            caches, [rows_of(start, stop) for start, stop in held], keep=0, offset=40, capacity_tokens=50
+            caches, [rows_of(start, stop) for start, stop in held], keep=0, offset=40, capacity=50
         )
 
 

@@ -153,15 +153,15 @@ class TestLayout:
 
     def test_rows_with_a_gap_are_refused(self) -> None:
         layout, live = SizedLayout(10, 100), [SizedCache()]
-        layout.load_spans(live, [SizedSegment(0, 4, 10)], keep=0, offset=4, capacity_tokens=9)
+        layout.load_spans(live, [SizedSegment(0, 4, 10)], keep=0, offset=4, capacity=9)
         with pytest.raises(AssertionError):
-            layout.load_spans(live, [SizedSegment(5, 8, 10)], keep=4, offset=8, capacity_tokens=9)
+            layout.load_spans(live, [SizedSegment(5, 8, 10)], keep=4, offset=8, capacity=9)
 
     def test_sequences_on_a_head_own_the_rest(self) -> None:
         layout, first, head, second = SizedLayout(10, 100), [SizedCache(8)], [SizedCache()], [SizedCache()]
         layout.split_at_head(first, head, 5)
         layout.put_on_head(second, head)
-        layout.load_spans(second, [SizedSegment(5, 7, 10)], keep=5, offset=7, capacity_tokens=9)
+        layout.load_spans(second, [SizedSegment(5, 7, 10)], keep=5, offset=7, capacity=9)
         assert [layout.live_bytes(caches) for caches in (head, first, second)] == [50, 130, 120]
         assert [layout.origin(caches) for caches in (head, first, second)] == [0, 5, 5]
         assert layout.capacity(head) == 5

@@ -251,7 +251,7 @@ def test_live_caches_restored_from_disk_stand_for_the_same_tokens(layout: str, t
 
     tier = open_tier(tmp_path)
     (entry,) = disk_driver.entries(tier)
-    parts.load_spans(fresh, [tier.reader.load_rows(entry.span.parts)], keep=0, offset=100, capacity_tokens=120)
+    parts.load_spans(fresh, [tier.reader.load_rows(entry.span.parts)], keep=0, offset=100, capacity=120)
     if entry.snapshot is not None:
         window, points = tier.reader.load(entry.snapshot.whole)
         if window is not None:

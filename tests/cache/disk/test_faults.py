@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.budget import DiskFault, FolderUnusable
+from cache.budget import DiskFault, FolderError
 from cache.disk.tier import DiskTier
 from cache.disk.tree import StoredFile
 from tests.support import disk_driver
@@ -75,7 +75,7 @@ def use(folder: Path, files: CountingFiles) -> None:
     """Does everything a server does with a tier, in a folder that holds something already."""
     try:
         tier = open_tier(folder, files=files)
-    except FolderUnusable:
+    except FolderError:
         return
     for number, tokens in enumerate((*TOKENS, tokens_of(range(100, 140)))):
         span, snapshot = write(tier, tokens), snap(tier, tokens)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cache.budget import FolderUnsafe
+from cache.budget import FolderError
 from cache.disk.files import FileSystem
 from cache.disk.tier import RETRY_SECONDS
 from tests.support.disk_driver import (
@@ -80,7 +80,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
         folder = tmp_path / str(mode)
         folder.mkdir()
         folder.chmod(mode)
-        with pytest.raises(FolderUnsafe, match=r"written to by other users .*chmod go-w"):
+        with pytest.raises(FolderError, match=r"written to by other users .*chmod go-w"):
             open_tier(folder)
         assert [*folder.iterdir()] == []
         folder.chmod(0o755)
@@ -89,7 +89,7 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_others_could_replace_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(FolderUnsafe, match="anyone can write to"):
+    with pytest.raises(FolderError, match="anyone can write to"):
         open_tier(tmp_path / "model")
     tmp_path.chmod(0o1777)
     open_tier(tmp_path / "model").close()
@@ -100,7 +100,7 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         def owner_and_mode(self, path: Path) -> tuple[int, int]:
             return os.geteuid() + 1, 0o700
 
-    with pytest.raises(FolderUnsafe, match=f"belongs to another user \\(id {os.geteuid() + 1}\\)"):
+    with pytest.raises(FolderError, match=f"belongs to another user \\(id {os.geteuid() + 1}\\)"):
         open_tier(tmp_path, files=Theirs())
 
 
@@ -112,7 +112,7 @@ def test_a_folder_in_one_of_another_user_is_refused(tmp_path: Path) -> None:
             return (self.owner if path == tmp_path else os.geteuid()), 0o700
 
     files = Inside()
-    with pytest.raises(FolderUnsafe, match=f"in a folder that belongs to another user \\(id {files.owner}\\)"):
+    with pytest.raises(FolderError, match=f"in a folder that belongs to another user \\(id {files.owner}\\)"):
         open_tier(tmp_path / "model", files=files)
     files.owner = 0
     open_tier(tmp_path / "model", files=files).close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.budget import DiskFault, DiskInUse, FolderUnusable
+from cache.budget import DiskFault, DiskInUse, FolderError
 from cache.disk.tier import RETRY_SECONDS, DiskTier
 from cache.disk.tree import START, StoredFile
 from cache.layers.state import RecurrentState
@@ -628,7 +628,7 @@ def test_writing_goes_on_some_time_after_a_failure(tmp_path: Path, caplog: pytes
 
 def test_an_unusable_folder_is_told_and_not_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(FolderUnusable, match=r"file/cache cannot be used: not a directory"):
+    with pytest.raises(FolderError, match=r"file/cache cannot be used: not a directory"):
         open_tier(tmp_path / "file" / "cache")
 
 

@@ -121,7 +121,7 @@ def restore(
     layout: Layout, fresh: list[LayerCache], state: tuple[Any, Any, Any], offset: int, spare_tokens: int = 0
 ) -> None:
     spans, window, points = state
-    layout.load_spans(fresh, [spans], keep=0, offset=offset, capacity_tokens=offset + spare_tokens)
+    layout.load_spans(fresh, [spans], keep=0, offset=offset, capacity=offset + spare_tokens)
     if window is not None:
         layout.load_windows(fresh, [window], offset)
     if points is not None:
@@ -205,7 +205,7 @@ def test_rows_are_kept_and_added_to(name: str) -> None:
         evaluate(live, 100, 4)
         layout.truncate_spans(live, keep)
         sources = layout.cut_spans(original, [(keep, keep + 1), (keep + 1, LENGTH)])
-        layout.load_spans(live, sources, keep=keep, offset=LENGTH, capacity_tokens=LENGTH + 4)
+        layout.load_spans(live, sources, keep=keep, offset=LENGTH, capacity=LENGTH + 4)
         evaluate(live, LENGTH, 2)
         expected = make()
         evaluate(expected, 0, LENGTH + 2)
@@ -215,7 +215,7 @@ def test_rows_are_kept_and_added_to(name: str) -> None:
 def test_rows_come_from_another_live_slot() -> None:
     layout, donor, live = Layout([KVCache()]), [KVCache()], [KVCache()]
     evaluate(donor, 0, 9)
-    layout.load_spans(live, [layout.live_rows(donor, 0, 6)], keep=0, offset=6, capacity_tokens=20)
+    layout.load_spans(live, [layout.live_rows(donor, 0, 6)], keep=0, offset=6, capacity=20)
     evaluate(live, 6, 3)
     assert all_visible(live) == all_visible(donor)
 
@@ -346,9 +346,7 @@ def test_paging_in_releases_what_it_has_copied() -> None:
     segments = layout.cut_spans(caches, [(0, 700), (700, BIG_ROWS)], consume=True)
     before = mx.get_active_memory()
     fresh = [KVCache() for _ in range(NUM_BIG_LAYERS)]
-    _, extra = extra_bytes(
-        lambda: layout.load_spans(fresh, segments, keep=0, offset=BIG_ROWS, capacity_tokens=BIG_ROWS)
-    )
+    _, extra = extra_bytes(lambda: layout.load_spans(fresh, segments, keep=0, offset=BIG_ROWS, capacity=BIG_ROWS))
     assert extra <= segments_module.PACK_BYTES * len(segments) + BIG_LAYER_BYTES * 1.05
     assert mx.get_active_memory() == before
 
@@ -361,7 +359,7 @@ def test_capacity_that_was_asked_for_is_there(name: str) -> None:
     evaluate(caches, 0, 5)
     segment = layout.cut_spans(caches, [(0, 5)])[0]
     fresh = make()
-    layout.load_spans(fresh, [segment], keep=0, offset=5, capacity_tokens=600)
+    layout.load_spans(fresh, [segment], keep=0, offset=5, capacity=600)
     held = layout.live_bytes(fresh)
     evaluate(fresh, 5, 1)
     evaluate(fresh, 6, 594)
