@@ -366,9 +366,7 @@ class SampledBody(BodyModel):
 class Options(SampledBody):
     """Ollama's `options`."""
 
-    num_predict: Annotated[Whole | None, AfterValidator(lambda number: number if number and number > 0 else None)] = (
-        None
-    )
+    num_predict: _Limit = None
     """0 and below mean no limit."""
     top_k: Whole | None = None
     """0 and below keep all tokens."""

@@ -74,7 +74,9 @@ def test_one_that_loses_more_later_is_told_again() -> None:
     for num_lost in (3, 5):
         for n in range(CAPACITY + num_lost):
             log.publish("x", None, n=n)
-        assert numbers(owner.take()) == [f"lost {num_lost}", *range(num_lost, CAPACITY + num_lost)]
+        read = owner.take()
+        assert numbers(read) == [f"lost {num_lost}", *range(num_lost, CAPACITY + num_lost)]
+        assert drain(log.listen(None, read[0].id)) == numbers(read)[1:], "a client goes on behind what it lost"
     assert owner.take() == []
 
 

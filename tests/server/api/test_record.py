@@ -59,6 +59,7 @@ WELL = recorded(opened([STARTED, Progress(50, 50), TEXT, ENDED], name=Name("ours
 FAILED = recorded(opened([STARTED, TEXT, Failed(OutOfMemory("no memory"))]))
 LEFT = recorded(opened([STARTED, Progress(44, 50)]))
 QUEUED = recorded(opened())
+STOPPED = recorded(opened([STARTED, TEXT, Finished(FinishReason.CANCELLED, 50, Timings(30, 20, 400.0, 2, 800.0))]))
 BEFORE = [("queue", 100.0, 101.5), ("restore", 101.5, 102.0)]
 
 
@@ -83,6 +84,7 @@ def test_nothing_evaluated_costs_no_time() -> None:
         (WELL, "stop", None, 3000.0),
         (FAILED, "failed (OutOfMemory)", "no memory", 3000.0),
         (LEFT, "cancelled", None, None),
+        (STOPPED, "cancelled", None, 3000.0),
         (QUEUED, "cancelled", None, None),
     ],
 )
@@ -98,6 +100,7 @@ def test_the_log_says_how_it_ended(
     )
     assert (entry.request_id, entry.session_id, entry.key, entry.turn) == ("r-1", "s", "alice", record.turn_number)
     assert entry.tokens_per_second == (5.0 if record is WELL else None)
+    assert (record.failure is None) == (record is WELL)
     assert "secret" not in str(entry)
 
 
