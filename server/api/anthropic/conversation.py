@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
-from pydantic_core.core_schema import ValidationInfo
 
 from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool, ToolDefinitions

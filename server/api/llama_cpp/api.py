@@ -43,13 +43,10 @@ class LlamaCppError(TypedDict):
     type: str
 
 
-LlamaCppErrorBody: TypeAlias = dict[Literal["error"], LlamaCppError]
-
-
 class _LlamaCppDialect(Dialect):
     """llama.cpp's endpoints beside those of OpenAI."""
 
-    error_type = LlamaCppErrorBody
+    error_type = dict[Literal["error"], LlamaCppError]
     own_paths = ("/slots", "/infill", "/lora-adapters", "/embedding")
 
     def error_body(self, error: ApiError) -> Payload:

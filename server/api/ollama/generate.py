@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, Literal, NotRequired, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -39,13 +39,11 @@ from server.pool.served import ServedModel
 
 Found = TypeVar("Found")
 
-ErrorText: TypeAlias = dict[Literal["error"], str]
-
 
 class OllamaDialect(Dialect):
     """Ollama's endpoints."""
 
-    error_type = ErrorText
+    error_type = dict[Literal["error"], str]
     own_paths = ("/api",)
     stream_media_type = "application/x-ndjson"
     takes_any_content_type = True  # Ollama's own examples use `curl -d` without a type.

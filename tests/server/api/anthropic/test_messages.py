@@ -638,3 +638,16 @@ def test_a_part_of_the_api_that_is_missing_says_so_in_its_shape() -> None:
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "not_found_error"
     assert "another of Anthropic's APIs" in answer.json()["error"]["message"]
+
+
+def test_a_message_without_blocks_stays_in_its_place() -> None:
+    served = Served()
+    served.ask(messages=[HI, {"role": "assistant", "content": []}, HI])
+    assert [one["role"] for one in served.messages] == ["user", "assistant", "user"]
+
+
+def test_only_requests_with_the_same_salt_share_state() -> None:
+    served = Served()
+    served.ask()
+    served.ask(cache_salt="x")
+    assert [request.namespace for request in served.engine.requests if "-" not in request.request_id] == ["", "/x"]
