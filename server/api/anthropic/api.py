@@ -28,7 +28,7 @@ from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
 from server.api.wire import Payload, bearer_key, sse_comment, sse_event
 from server.diagnosis.causes import MissReason
-from server.engine.request import Finished, FinishReason, GenerationRequest, Started
+from server.engine.request import Finished, FinishReason, Started
 from server.pool.served import ListedModel, ServedModel
 
 
@@ -195,27 +195,6 @@ class DiagnosticsBody(TypedDict):
     cache: CacheBody | None
     timings: NotRequired[TimingsBody]
     """Only in a complete answer."""
-
-
-def _usage_of(
-    request: GenerationRequest, started: Started, parts: Sequence[Finished], *, caches_all: bool
-) -> MessagesUsage:
-    """The counts of the first part's prompt, and of all output; with `caches_all` all of the prompt is cached."""
-    num_prompt, num_read = started.prompt_tokens, started.hit_tokens
-    explicit = (point.offset for point in request.restore_points if point.kind is RestorePointKind.EXPLICIT)
-    # Blocks up to the last marked one are written to the cache; Anthropic counts the rest as plain input.
-    marked = num_prompt if caches_all else max(explicit, default=0)
-    num_created = max(0, min(marked, num_prompt) - num_read)
-    usage: MessagesUsage = {
-        "input_tokens": num_prompt - num_read - num_created,
-        "cache_creation_input_tokens": num_created,
-        "cache_read_input_tokens": num_read,
-        "output_tokens": sum(part.timings.predicted_tokens for part in parts),
-    }
-    counts = [part.reasoning_tokens for part in parts if part.reasoning_tokens is not None]
-    if counts:
-        usage["output_tokens_details"] = {"thinking_tokens": sum(counts)}
-    return usage
 
 
 def _diagnostics_of(started: Started, session_id: str | None, finished: Finished | None = None) -> DiagnosticsBody:
@@ -386,8 +365,26 @@ class _MessageExchange(Exchange):
         }
 
     def _costs(self, started: Started, last: Finished | None = None) -> Payload:
-        usage = _usage_of(self.request, started, self._finished, caches_all=self._body.cache_control is not None)
-        return {"usage": usage, "diagnostics": _diagnostics_of(started, self.request.session_id, last)}
+        diagnostics = _diagnostics_of(started, self.request.session_id, last)
+        return {"usage": self._usage(started), "diagnostics": diagnostics}
+
+    def _usage(self, started: Started) -> MessagesUsage:
+        """The counts of the first part's prompt, and of all output."""
+        num_prompt, num_read = started.prompt_tokens, started.hit_tokens
+        explicit = (point.offset for point in self.request.restore_points if point.kind is RestorePointKind.EXPLICIT)
+        # Blocks up to the last marked one are written to the cache; Anthropic counts the rest as plain input.
+        marked = max(explicit, default=0) if self._body.cache_control is None else num_prompt
+        num_created = max(0, min(marked, num_prompt) - num_read)
+        usage: MessagesUsage = {
+            "input_tokens": num_prompt - num_read - num_created,
+            "cache_creation_input_tokens": num_created,
+            "cache_read_input_tokens": num_read,
+            "output_tokens": sum(part.timings.predicted_tokens for part in self._finished),
+        }
+        counts = [part.reasoning_tokens for part in self._finished if part.reasoning_tokens is not None]
+        if counts:
+            usage["output_tokens_details"] = {"thinking_tokens": sum(counts)}
+        return usage
 
     def _stop_reason(self, finished: Finished) -> str:
         if finished.reason is FinishReason.LENGTH:
