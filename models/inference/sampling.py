@@ -133,19 +133,14 @@ class RowSampling:
     def ahead(self, draft: Sequence[int]) -> list["RowSampling"]:
         """This state, and those behind each token of a draft. No `BatchSampler` may hold newer penalties."""
         found = [self]
+        penalties = _windowed([self], self._vocab_size) if draft and any(self.windows) else []
         for token in draft:
             state = object.__new__(RowSampling)
             vars(state).update(vars(found[-1]), position=found[-1].position + 1)
-            if any(state.windows):
-                state._count(token)
+            counted = iter([penalty.counted(token) for penalty in penalties])
+            state.windows = tuple([window and next(counted) for window in self.windows])
             found.append(state)
         return found
-
-    def _count(self, token: int) -> None:
-        self.windows = tuple([window and window.copy() for window in self.windows])
-        for penalty in _windowed([self], self._vocab_size):
-            penalty.count(mx.array([token]))
-            penalty.give_back()
 
     def key(self, use: str = "") -> bytes:
         """8 random bytes of the next draw, for one use of them."""
@@ -239,6 +234,11 @@ class Penalty:
         for index, (window, length) in enumerate(zip(self._windows, self._lengths, strict=True)):
             if window:
                 window |= self._state_of(index, self._longest - length)
+
+    def counted(self, token: int) -> _Window:
+        """The window of the only row, once it has counted one token more."""
+        self.count(mx.array([token]))
+        return {**(self._windows[0] or {}), **self._state_of(0, self._longest - self._lengths[0])}
 
     def _state_of(self, index: int, first: int) -> _Window:
         return {"recent": self._recent[index, first:]}
