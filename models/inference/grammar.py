@@ -129,7 +129,10 @@ class _LlguidanceMatcher:
     def mask(self) -> MaskWords:
         fill_next_token_bitmask(self._matcher, self._words)
         if self._matcher.is_error() and len(self._tokens) - self._num_at_renewal >= _RENEWAL_TOKENS:
-            self._renew()
+            # Other outputs may have filled the shared lexer.
+            self._beginning, self._matcher = self._grammar.copy(self._beginning)
+            self._num_at_renewal = len(self._tokens)
+            self._matcher.consume_tokens(self._tokens)
             fill_next_token_bitmask(self._matcher, self._words)
         if self._matcher.is_error():
             raise GrammarFailed(f"the answer cannot be bound any further: {_brief(self._matcher.get_error())}")
@@ -137,12 +140,6 @@ class _LlguidanceMatcher:
         if np.count_nonzero(words) == 1:
             self._spell_out(words)
         return words
-
-    def _renew(self) -> None:
-        """Other outputs may have filled the shared lexer."""
-        self._beginning, self._matcher = self._grammar.copy(self._beginning)
-        self._num_at_renewal = len(self._tokens)
-        self._matcher.consume_tokens(self._tokens)
 
     def _spell_out(self, words: MaskWords) -> None:
         """A mask's only token would be rejected if special and standing for text."""
