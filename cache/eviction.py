@@ -140,10 +140,7 @@ class Queue:
         return heapq.heappop(heap.entries)[-1]
 
     def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[int]:
-        """Removes outdated candidates, a heap a step; yields how many it held.
-
-        Other calls between steps are allowed.
-        """
+        """Removes outdated candidates, a heap a step; yields how many it held. Other calls may come between."""
         for heap in list(self._heaps):
             if any(heap is held for held in self._heaps):
                 num_held = len(heap.entries)

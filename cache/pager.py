@@ -154,10 +154,7 @@ class Pager:
         return {node: other for other in others for node in other.tip.path() if node.start >= other.origin}
 
     def empty(self, slot: Slot) -> None:
-        """Empties a slot, whose state was stored, or is dropped next.
-
-        `enter` makes new layer caches: there may be no memory now.
-        """
+        """Empties a slot, whose state was stored or is dropped next; there may be no memory for new layer caches."""
         self.move_tip(slot, self.trie(slot.namespace).root)
         slot.caches, slot.head = [], None
         slot.log.truncate(0)

@@ -40,10 +40,7 @@ class PrefixCache:
         layout: Layout | None = None,
         disk: DiskTier | None = None,
     ) -> None:
-        """`layout` defaults to that of `make_caches`.
-
-        `disk`, if any, gets idle state, and state beyond the budget.
-        """
+        """`layout` defaults to that of `make_caches`; `disk` gets idle state, and state beyond the budget."""
         self.layout = layout or Layout(make_caches(), chunk_tokens)
         self.history = History(stored=disk.tree if disk is not None else None)
         connector = DiskConnector(disk, self.layout) if disk is not None else None
@@ -116,10 +113,7 @@ class PrefixCache:
         return self.memory.disk.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
 
     def _promote(self, lookup: Lookup, *, is_background: bool) -> tuple[LookupResult, bool]:
-        """Reads what disk adds to a prompt, if memory can be freed.
-
-        Returns what memory then holds, and whether anything was read.
-        """
+        """Reads what disk adds to a prompt, if memory can be freed: what memory then holds; whether it was read."""
         found, ledger = self._find_in_memory(lookup), self.ledger
         for _ in range(MAX_READS):
             disk, disk_match = self.memory.disk, self._find_on_disk(lookup, found)
@@ -182,10 +176,7 @@ class PrefixCache:
     def _free_memory(
         self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int
     ) -> LookupResult | None:
-        """Shares a head where that pays, and frees memory.
-
-        None if the request must wait; else what memory still holds of `found`.
-        """
+        """Shares a head where that pays, and frees memory: what memory still holds; None if the request must wait."""
         if self.reclaimer.invite(slot, found, capacity):
             found = self._find_in_memory(request.lookup)
         offset = found.restorable_in(slot)
@@ -264,10 +255,7 @@ class PrefixCache:
         self.history.forget(namespace)
 
     def try_resize(self, budget_bytes: int) -> int:
-        """Changes the budget, paging out and evicting what no request holds.
-
-        Returns the bytes by which requests exceed it; it is then unchanged.
-        """
+        """Changes the budget; returns the bytes by which requests exceed it, which leaves it unchanged."""
         before, self.ledger.budget_bytes = self.ledger.budget_bytes, budget_bytes
         try:
             self.reclaimer.free()

@@ -113,19 +113,13 @@ class Reclaimer:
         return self.ledger.excess_bytes(growth)
 
     def relieve(self) -> None:
-        """Evicts half of the stored state: the device has less memory than the budget.
-
-        Pages nothing out: that takes memory first.
-        """
+        """Evicts half of the stored state: the device lacks memory. Paging out would take memory first."""
         self.pager.take_back_padding()
         self.pins.release_soft()
         self.memory.evict(self.ledger.charged_bytes - self.ledger.stored_bytes // 2, ())
 
     def reserve(self, slot: Slot, num_tokens: int, *, needed: int) -> None:
-        """Reserves memory for `num_tokens`; resizes live buffers unless `needed` tokens fit.
-
-        An error empties the slot and ends its lease.
-        """
+        """Reserves memory for `num_tokens`; resizes buffers unless `needed` fit. An error discards the slot."""
         self.ledger.reserve(slot.index, self.layout.bytes_for(num_tokens, slot.origin))
         slot.reserved_tokens, capacity = num_tokens, self.layout.capacity(slot.caches)
         if capacity is not None and needed <= capacity <= num_tokens + layout.GROWTH_TOKENS:

@@ -146,10 +146,7 @@ class CacheRequest:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """How much of a match is restorable. Valid until the cache changes.
-
-    After memory was freed, look up again.
-    """
+    """How much of a match is restorable; valid until the cache changes."""
 
     match: NodeMatch
     path: list[Node]

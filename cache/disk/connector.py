@@ -114,10 +114,7 @@ class DiskConnector:
         self.tier.close()
 
     def save_dropped(self, node: Node) -> None:
-        """Writes what memory will drop: a leaf's state, another node's snapshot.
-
-        If snapshots are needed, rows after the last on disk are useless.
-        """
+        """Writes what memory will drop; where snapshots are needed, no rows after the last: they are useless."""
         self.tier.notice_written()
         path = node.path()
         place = self._place(node.trie.namespace, path)
@@ -129,10 +126,7 @@ class DiskConnector:
             self._save_snapshot(_target(node, place), node)
 
     def save_path(self, path: list[Node], live_rows: Callable[[Node], Segment], used_at: int) -> Iterator[None]:
-        """Writes what disk lacks of a path, a piece a step.
-
-        `live_rows` copies a node's live rows; `used_at` is one of the tier's `ticks`.
-        """
+        """Writes what disk lacks of a path, a piece a step. `live_rows` copies a node's rows; `used_at` is a tick."""
         self.tier.notice_written()
         place, stop = self._place(path[-1].trie.namespace, path), path[-1].stop
         self.tier.touch(place, stop, used_at)

@@ -117,10 +117,7 @@ _COLUMNS = (
 
 
 def prepare(database: sqlite3.Connection, fingerprint: str) -> int:
-    """Makes missing tables and deletes another fingerprint's rows; returns how many.
-
-    Raises sqlite3.DatabaseError for another format.
-    """
+    """Makes missing tables; deletes another fingerprint's rows, and returns how many. Refuses another format."""
     num_foreign = 0
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version not in (0, FORMAT):

@@ -22,10 +22,7 @@ from cache.types import TokenArray
 
 @dataclass(eq=False)
 class StoredFile:
-    """One file: rows of the tokens `[start, stop)`.
-
-    A snapshot has the window rows before `stop`, recurrent state at `stop`, or both.
-    """
+    """Rows of the tokens `[start, stop)`. A snapshot: window rows before `stop`, recurrent state there, or both."""
 
     namespace: str
     start: int
@@ -407,10 +404,7 @@ class DiskTree:
     # ------------------------------------------------------------------------------------------------ opening
 
     def attach(self, rows: Sequence[FileRow], hasher_of: Callable[[str], "hashlib.blake2b"]) -> None:
-        """Adds an index's files, from the root down.
-
-        Keys are computed again: a changed row is left out, with all that depend on it.
-        """
+        """Adds an index's files from the root down; leaves out a row with a wrong key, and all that depend on it."""
         wanted = {row.parent_key for row in rows}
         cuts = sorted({row.file.parent_offset for row in rows})
         ends: dict[bytes, tuple[DiskNode, hashlib.blake2b]] = {}

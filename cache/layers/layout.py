@@ -91,8 +91,6 @@ class _QuantizedLeaf(RowLeaf):
 class _RotatingLeaf(RowLeaf):
     """`RotatingKVCache` without kept first tokens: a ring of `max_size` rows."""
 
-    can_overallocate = False
-
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
         joined = min(num_tokens, self.window - 1 + chunk_tokens)
         in_place = min(num_tokens + int(mlx_lm_cache.RotatingKVCache.step) - 1, self.window)
@@ -111,8 +109,6 @@ class _RotatingLeaf(RowLeaf):
 
 class _ChunkedLeaf(RowLeaf):
     """`ChunkedKVCache`: rows from `start_position` on, trimmed to the last `chunk_size` before each call."""
-
-    can_overallocate = False
 
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
         step = int(mlx_lm_cache.ChunkedKVCache.step)
