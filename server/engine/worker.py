@@ -195,8 +195,7 @@ class Worker:
         return any(not slot.is_leased for slot in self.prefix_cache.slots)
 
     def _find_awaited(self) -> list[Lookup]:
-        waiting = self._table.in_phase(Phase.WAITING)[:LOOKAHEAD]
-        return [sequence.lookup for sequence in waiting]
+        return [sequence.lookup for sequence in self._table.in_phase(Phase.WAITING)[:LOOKAHEAD]]
 
     def _finish_decode_step(self) -> None:
         self._decode.read()
