@@ -231,6 +231,11 @@ class GroupLayer:
             place = self._place_of(self._clock.offsets[0])
             self.keys[:num_rows, :, place : place + 1] = keys
             self.values[:num_rows, :, place : place + 1] = values
+        elif self._clock.lengths is None and num_rows == self.keys.shape[0]:
+            # The cheapest on a GPU; made for all rows of the buffer only.
+            at = self._clock.made(("along", self.window), self._places)
+            self.keys = mx.put_along_axis(self.keys, at, keys, 2)
+            self.values = mx.put_along_axis(self.values, at, values, 2)
         else:
             # Whole index arrays, made once a step, leave one operation per layer.
             at = self._clock.made(("at", num_heads, self.window), lambda: self._indices(num_heads))
@@ -265,6 +270,11 @@ class GroupLayer:
 
     def _place_of(self, offset: int) -> int:
         return offset % self._ring if self._ring else offset - self._start
+
+    def _places(self) -> mx.array:
+        """Of each row's one token, `[num_rows, 1, 1, 1]`."""
+        places = self._clock.device % self._ring if self._ring else self._clock.device - self._start
+        return places[:, None, None, None]
 
     def _indices(self, num_heads: int) -> tuple[mx.array, ...]:
         lasts = enumerate(zip(self._clock.offsets, self._clock.lasts, strict=True))
