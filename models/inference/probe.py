@@ -171,6 +171,8 @@ class _Plan:
 _ALL = dict.fromkeys((0, 1, 2), (1, 1))
 # The last step lacks one row and has another order.
 _ONE_TOKEN = _Plan("they differ from each alone", [_ALL, _ALL, _ALL, {2: (1, 1), 1: (1, 1)}])
+# Rows of one length need no mask, and have a kernel of their own.
+_EVEN = _Plan(_ONE_TOKEN.difference, [{1: (1, 1), 3: (1, 1)}] * 3)
 _SEVERAL = "several at once differ from one by one"
 _FEEDS = _Plan(_SEVERAL, [{1: feed} for feed in ((3, 2), (1, 1), (5, 3), (2, 1), (1, 1))])
 _FLAT_FEEDS = _Plan(
@@ -281,7 +283,8 @@ class Probe:
             return "the model has no layer in which rows could share buffers"
         elif form is Form.HEADS and not (shares_heads and self._has_spans):
             return "no layer keeps all tokens" if shares_heads else "they are turned off"
-        return self._find_fault(_ONE_TOKEN, _TRIALS[form], rows)
+        fault = self._find_fault(_ONE_TOKEN, _TRIALS[form], rows)
+        return fault or (self._find_fault(_EVEN, [_Trial((1, 3))], _Made()) if form is Form.GROUPS else None)
 
     def find_feed_fault(self) -> str | None:
         """Why no step may feed a row several tokens; None where proven the same as one by one."""
@@ -370,7 +373,10 @@ class Probe:
 
 
 class _Rows:
-    """A short row, one that reaches the border within `steps`, and one beyond; only those that the steps feed."""
+    """A short row, one that reaches the border within the plan's steps, one beyond, and one as long as the second.
+
+    Only those that the steps feed.
+    """
 
     def __init__(self, evaluate: Probe, border: int, number: int, plan: _Plan) -> None:
         self._seed = evaluate.seed + number
@@ -384,7 +390,7 @@ class _Rows:
         self._steps = plan.steps
         self._evaluate = evaluate
         self._border = border
-        self._lengths = (_SHORT_TOKENS, max(1, border - 2), border + min(border // 3, 64) + 5)
+        self._lengths = (_SHORT_TOKENS, max(1, border - 2), border + min(border // 3, 64) + 5, max(1, border - 2))
         self._head_tokens = -(-self._lengths[1] // 2)
         """With which rows 1 and 2 begin."""
         self._short = evaluate.make_caches()

@@ -308,7 +308,12 @@ def _one_longer(clock: Clock) -> None:
     ADVANCE(clock)
 
 
-MASK, PLACE, ADVANCE = GroupLayer._mask, GroupLayer._place_of, Clock.advance
+def _a_neighbours_where_lengths_are_even(layer: GroupLayer) -> tuple[mx.array, mx.array]:
+    keys, values = FETCH(layer)
+    return (mx.roll(keys, 1, 0) if layer._clock.is_even else keys), values
+
+
+MASK, PLACE, ADVANCE, FETCH = GroupLayer._mask, GroupLayer._place_of, Clock.advance, GroupLayer.keys_and_values
 
 
 @pytest.mark.parametrize(
@@ -318,6 +323,7 @@ MASK, PLACE, ADVANCE = GroupLayer._mask, GroupLayer._place_of, Clock.advance
         (GroupLayer, "_place_of", _one_further),
         (GroupLayer, "move", _without_moving),
         (Clock, "advance", _one_longer),
+        (GroupLayer, "keys_and_values", _a_neighbours_where_lengths_are_even),
     ],
 )
 def test_a_fault_in_groups_leaves_each_row_its_own_buffers(
