@@ -12,6 +12,7 @@ arrays begin at `head_length`. Windows and recurrent state are never shared.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -23,15 +24,15 @@ from cache.layers.state import Pack, RecurrentState, Segment, arrays_in, assert_
 from cache.types import LayerCache
 
 
+@dataclass(frozen=True)
 class RowLeaf:
-    """Adapter of a cache class with rows per token; this base class, of `KVCache`."""
+    """Adapter of a cache class with rows per token; this base class, of those that keep every row."""
 
-    num_components = 2
-    can_overallocate = True
-
-    def __init__(self, window: int = 0) -> None:
-        self.window = window
-        """Number of last rows kept; 0 if all are."""
+    num_components: int = 2
+    has_spare: bool = True
+    """Buffers may have spare rows; else each token copies them."""
+    window: int = 0
+    """Number of last rows kept; 0 if all are."""
 
     def length(self, cache: LayerCache) -> int:
         """The number of rows; the last is at the sequence's end."""
@@ -39,20 +40,17 @@ class RowLeaf:
 
     def arrays(self, cache: LayerCache) -> list[mx.array]:
         """Components in temporal order, each [1, num_heads, length, width]; views."""
-        return list(cache.keys_and_values())
+        return [rows[..., : cache.offset, :] for rows in arrays_in([cache.keys, cache.values])]
 
     def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
         """Makes `arrays`, whose first `num_rows` rows end at `offset`, the state. Consumes them."""
-        cache.keys, cache.values = arrays
-        cache.offset = offset
-
-    def truncate(self, cache: LayerCache, offset: int) -> None:
-        """Forgets rows from `offset` on; for classes that keep all."""
+        # Of a `QuantizedKVCache`: packed numbers, scales and biases.
+        cache.keys, cache.values = arrays if len(arrays) == 2 else (arrays[:3], arrays[3:])
         cache.offset = offset
 
     def capacity(self, cache: LayerCache) -> int | None:
         """How many rows fit the buffers, if any; for classes that keep all."""
-        return int(cache.keys.shape[2]) if cache.keys is not None else None
+        return int(arrays_in(cache.keys)[0].shape[2]) if cache.keys is not None else None
 
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
         """The most rows in a window class's buffers while `num_tokens` are evaluated.
@@ -60,32 +58,6 @@ class RowLeaf:
         A call adds rows, up to `chunk_tokens`, before it removes old ones.
         """
         raise AssertionError("every row is kept, and buffers are resized to what was reserved")
-
-
-class _ConcatenatingLeaf(RowLeaf):
-    """`ConcatenateKVCache`: no spare rows; each token copies the buffers."""
-
-    can_overallocate = False
-
-    def truncate(self, cache: LayerCache, offset: int) -> None:
-        cache.keys, cache.values = (owned(array[..., :offset, :]) for array in (cache.keys, cache.values))
-        cache.offset = offset
-
-
-class _QuantizedLeaf(RowLeaf):
-    """`QuantizedKVCache`: keys and values as (packed, scales, biases)."""
-
-    num_components = 6
-
-    def capacity(self, cache: LayerCache) -> int | None:
-        return int(cache.keys[0].shape[2]) if cache.keys is not None else None
-
-    def arrays(self, cache: LayerCache) -> list[mx.array]:
-        return [array[..., : cache.offset, :] for array in (*cache.keys, *cache.values)]
-
-    def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
-        cache.keys, cache.values = list(arrays[:3]), list(arrays[3:])
-        cache.offset = offset
 
 
 class _RotatingLeaf(RowLeaf):
@@ -118,23 +90,27 @@ class _ChunkedLeaf(RowLeaf):
     def length(self, cache: LayerCache) -> int:
         return int(cache.offset - cache.start_position) if cache.keys is not None else 0
 
+    def arrays(self, cache: LayerCache) -> list[mx.array]:
+        return list(cache.keys_and_values())
+
     def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
         super().load(cache, arrays, num_rows, offset)
         cache.start_position = offset - num_rows
 
 
+_SPAN_LEAVES: dict[type, RowLeaf] = {
+    KVCache: RowLeaf(),
+    mlx_lm_cache.ConcatenateKVCache: RowLeaf(has_spare=False),
+    mlx_lm_cache.QuantizedKVCache: RowLeaf(num_components=6),
+}
+
+
 def row_leaf(cache: LayerCache) -> RowLeaf | None:
     """The adapter of a cache; None if it must be taken whole."""
     kind = type(cache)
-    if kind is KVCache:
-        return RowLeaf()
-    if kind is mlx_lm_cache.ConcatenateKVCache:
-        return _ConcatenatingLeaf()
-    if kind is mlx_lm_cache.QuantizedKVCache:
-        return _QuantizedLeaf()
     if kind is mlx_lm_cache.RotatingKVCache and cache.keep == 0:
-        return _RotatingLeaf(cache.max_size)
-    return _ChunkedLeaf(cache.chunk_size) if kind is mlx_lm_cache.ChunkedKVCache else None
+        return _RotatingLeaf(window=cache.max_size)
+    return _ChunkedLeaf(window=cache.chunk_size) if kind is mlx_lm_cache.ChunkedKVCache else _SPAN_LEAVES.get(kind)
 
 
 def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
@@ -202,7 +178,7 @@ class Layout:
     @property
     def can_share_heads(self) -> bool:
         """Whether all spans are of the class that can be cut into a head and tails."""
-        return bool(self._spans) and all(type(leaf) is RowLeaf for _, leaf in self._spans)
+        return bool(self._spans) and all(leaf == RowLeaf() for _, leaf in self._spans)
 
     def origin(self, caches: Sequence[LayerCache]) -> int:
         """Where a sequence's own span rows begin: after its head, if it has one."""
@@ -237,7 +213,7 @@ class Layout:
     def capacity(self, caches: Sequence[LayerCache]) -> int | None:
         """How many tokens fit head and span buffers, if any exist."""
         spans, origin = _rows(self._spans, caches), self.origin(caches)
-        capacities = [leaf.capacity(live) for leaf, live, _ in spans if leaf.can_overallocate]
+        capacities = [leaf.capacity(live) for leaf, live, _ in spans if leaf.has_spare]
         return min((origin + num for num in capacities if num is not None), default=None)
 
     def resize(self, caches: Sequence[LayerCache], capacity_tokens: int) -> None:
@@ -248,7 +224,7 @@ class Layout:
         """
         capacity_tokens -= self.origin(caches)
         for leaf, live, _ in _rows(self._spans, caches):
-            capacity = leaf.capacity(live) if leaf.can_overallocate else capacity_tokens
+            capacity = leaf.capacity(live) if leaf.has_spare else capacity_tokens
             if capacity is None:
                 live.step = capacity_tokens
             elif not capacity_tokens <= capacity <= capacity_tokens + GROWTH_TOKENS:
@@ -258,7 +234,7 @@ class Layout:
     def bound_growth(self, caches: Sequence[LayerCache]) -> None:
         """Existing span buffers grow by a step from now on, however large."""
         for leaf, live, _ in _rows(self._spans, caches):
-            if leaf.can_overallocate and leaf.capacity(live) is not None:
+            if leaf.has_spare and leaf.capacity(live) is not None:
                 live.step = GROWTH_TOKENS
 
     # -- spans, of a sequence with a head from there on
@@ -306,7 +282,7 @@ class Layout:
         _, num_kept = _own_range(origin, origin, keep)
         for leaf, live, components in _rows(self._spans, caches):
             held = [array[..., :num_kept, :] for array in leaf.arrays(live)] if num_kept else []
-            num_spare = capacity - offset if leaf.can_overallocate else 0
+            num_spare = capacity - offset if leaf.has_spare else 0
             arrays = []
             for number, component in enumerate(components):
                 parts = [*held[number : number + 1], *(source.component(component) for source in sources)]
@@ -323,7 +299,9 @@ class Layout:
         origin = self.origin(caches)
         _, num_kept = _own_range(origin, origin, offset)
         for leaf, live, _ in _rows(self._spans, caches):
-            leaf.truncate(live, num_kept)
+            live.offset = num_kept
+            if not leaf.has_spare:  # its rows are all in the arrays
+                leaf.load(live, [owned(rows) for rows in leaf.arrays(live)], num_kept, num_kept)
 
     def split_at_head(self, caches: list[LayerCache], head: Sequence[LayerCache], num_tokens: int) -> None:
         """See `split_at_head`."""
