@@ -76,27 +76,20 @@ class Rewind:
         if num_kept == self._num_fed:
             return num_kept
         if self._keeps_none:
-            self.undo()
-            return 0
-        for cache in self._leaves:
-            forget_last(cache, self._num_fed - num_kept)
-        return num_kept
-
-    def undo(self) -> None:
-        """Puts the caches back to before the call."""
+            num_kept = 0
         for cache, before in zip(self._leaves, self._before, strict=True):
-            if before:
+            if before and not num_kept:
                 vars(cache).update(before)
             else:
-                forget_last(cache, self._num_fed)
+                forget_last(cache, self._num_fed - num_kept)
+        return num_kept
 
 
 def _replaced(cache: LayerCache) -> dict[str, Any]:
     """What a call replaces; nothing for a buffer that grows in place."""
     if isinstance(cache, ArraysCache):
         return {"cache": list(cache.cache)}
-    names = ("keys", "values", "offset", "_idx") if isinstance(cache, RotatingKVCache) else ()
-    return {name: getattr(cache, name) for name in names}
+    return dict(vars(cache)) if isinstance(cache, RotatingKVCache) else {}
 
 
 def forget_last(cache: LayerCache, num_tokens: int) -> None:
@@ -163,7 +156,7 @@ def measure_step_seconds(
         tokens = mx.array(rng.choice(vocab_size, (1, width), replace=False))
         rewind = Rewind(caches, width)
         seconds = seconds_of(partial(model, tokens, cache=caches))
-        rewind.undo()
+        rewind.keep(0)
         best[width] = min(best.get(width, seconds), seconds)
     longest = max(best)
     return {width: best.get(width, best[longest] * width / longest) for width in _WIDTHS}

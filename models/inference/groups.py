@@ -115,10 +115,6 @@ class Folding(NamedTuple):
             return folded
         return folded.swapaxes(1, 2).reshape(-1, folded.shape[1], 1, folded.shape[3])
 
-    def part(self, rows: mx.array) -> mx.array:
-        """What a group's rows hold, for those of the folding."""
-        return rows if self.rows is None else rows[self.rows]
-
 
 def foldings_of(lengths: Sequence[int]) -> list[Folding]:
     """Of a member whose rows feed `lengths` tokens; several rows are a group."""
@@ -161,11 +157,6 @@ class Clock:
         """Takes back each row's last tokens."""
         self.set(list(map(sub, self.offsets, counts)))
 
-    @property
-    def device(self) -> mx.array:
-        """`offsets` as an array `[num_rows]`, for rotary embeddings."""
-        return cast(mx.array, self.made("device", lambda: mx.array(self.offsets, dtype=mx.int32)))
-
     def made(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, once a step for each key."""
         if key not in self._made:
@@ -197,8 +188,8 @@ class GroupLayer:
 
     @property
     def offset(self) -> mx.array:
-        """Tokens before this step, int32 `[num_rows]`."""
-        return self._clock.device
+        """Tokens before this step, int32 `[num_rows]`, for rotary embeddings."""
+        return cast(mx.array, self._clock.made("offset", lambda: mx.array(self._clock.offsets, dtype=mx.int32)))
 
     @property
     def offsets(self) -> list[int]:
@@ -273,7 +264,7 @@ class GroupLayer:
 
     def _places(self) -> mx.array:
         """Of each row's one token, `[num_rows, 1, 1, 1]`."""
-        places = self._clock.device % self._ring if self._ring else self._clock.device - self._start
+        places = self.offset % self._ring if self._ring else self.offset - self._start
         return places[:, None, None, None]
 
     def _indices(self, num_heads: int) -> tuple[mx.array, ...]:
@@ -285,7 +276,7 @@ class GroupLayer:
 
     def _mask(self, seen: int) -> mx.array:
         """By age: how many tokens before each fed one a place was written, as a ring where there is a window."""
-        token, places = self._clock.device[:, None, None, None] - self._start, mx.arange(self._stop, dtype=mx.int32)
+        token, places = self.offset[:, None, None, None] - self._start, mx.arange(self._stop, dtype=mx.int32)
         last = token
         if self._clock.lengths is not None:
             last = mx.array(self._clock.lasts)[:, None, None, None] - self._start

@@ -8,7 +8,7 @@ A model sees a batch of rows with one token each, so its linear layers run once.
   within `ragged_attention()` attention runs once per part. Where all rows are one group, its layer stands in.
 - *Recurrent state* has one size for all rows. It stays merged while the same rows decode.
 
-Where rows feed several tokens, a `FlatLayer` folds them for attention, once per neighbours that feed equally many.
+Where rows feed several tokens, the layer folds them for attention, once per neighbours that feed equally many.
 
 Members on one *head* (`cache/layers/layout.py`) are neighbours. All their rows attend to the head at once, and each
 member to its tails; the scores' peaks and sums merge both results, as in FlashAttention (arXiv:2205.14135).
@@ -18,7 +18,7 @@ Knows no tokens, sampling or requests. Other threads' attention is unaffected.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -133,17 +133,20 @@ class Padding(NamedTuple):
 class RaggedLayer:
     """Stands in for one span or window layer of all members, whose caches it borrows.
 
-    A live slice of a buffer makes the next update copy all of it: never store what `update_and_fetch` returns.
+    Where rows feed `lengths` tokens, the model sees a batch row per token, `[num_tokens, num_heads, 1, head_dim]`, or
+    rows with `padding`. A live slice of a buffer makes its next update copy all of it: never store a result.
     """
 
-    _foldings: Sequence[Folding] | None = None
-    _padding: Padding | None = None
-    _lengths: tuple[int, ...] = ()
-    """Tokens that each row feeds, where the model sees a batch row for each."""
-
-    def __init__(self, members: Sequence[LayerCache | GroupLayer]) -> None:
-        self.members = list(members)
-        self._cuts = _cuts([_num_rows(member) for member in members])
+    def __init__(
+        self,
+        members: Sequence[LayerCache | GroupLayer],
+        lengths: tuple[int, ...] = (),
+        padding: Padding | None = None,
+    ) -> None:
+        self.members = members
+        self._lengths, self._padding = () if padding else lengths, padding
+        counts = tuple(map(_num_rows, members))
+        self._by_member, self._foldings, self._cuts, self._member_cuts = _folded(counts, lengths)
 
     @property
     def offset(self) -> mx.array:
@@ -154,85 +157,57 @@ class RaggedLayer:
         return _offset_array(tuple(offsets), self._lengths)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
-        """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns all of each member's cache."""
-        updates = zip(self.members, _split(keys, self._cuts), _split(values, self._cuts), strict=True)
-        return self._parts(tail_of(member).update_and_fetch(key, value) for member, key, value in updates)
-
-    def keys_and_values(self) -> tuple[Parts, Parts]:
-        """Each member's cache, for layers that attend to another layer's keys."""
-        return self._parts(tail_of(member).keys_and_values() for member in self.members)
-
-    def make_mask(self, num_tokens: int, **options: Any) -> Parts | None:
-        """Each member's mask for its next `num_tokens`; None if none needs one."""
-        masks = [_mask_of(member, num_tokens, options) for member in self.members]
-        return None if all(mask is None for mask in masks) else Parts(masks, self._cuts)
-
-    def _parts(self, fetched: Iterable[tuple[Any, Any]]) -> tuple[Parts, Parts]:
-        members, keys, values = zip(*self._divided(fetched), strict=True)
-        heads = [getattr(member, "head", None) for member in members]
-        head_keys = [None if head is None else head.keys for head in heads]
-        head_values = [None if head is None else head.values for head in heads]
-        return (
-            Parts(keys, self._cuts, head_keys, self._foldings, self._padding),
-            Parts(values, self._cuts, head_values, self._foldings, self._padding),
-        )
-
-    def _divided(self, fetched: Iterable[tuple[Any, Any]]) -> Iterable[tuple[LayerCache | GroupLayer, Any, Any]]:
-        """By item."""
-        return ((member, *found) for member, found in zip(self.members, fetched, strict=True))
-
-
-class FlatLayer(RaggedLayer):
-    """A `RaggedLayer` for a step in which rows feed several tokens.
-
-    The model sees a batch row per token: `[num_tokens, num_heads, 1, head_dim]`; with `padding`, padded rows.
-    """
-
-    def __init__(
-        self, members: Sequence[LayerCache | GroupLayer], lengths: tuple[int, ...], padding: Padding | None
-    ) -> None:
-        self.members = list(members)
-        self._lengths, self._padding = () if padding else lengths, padding
-        self._by_member, self._foldings, self._cuts, self._member_cuts = _folded(
-            tuple(map(_num_rows, members)), lengths
-        )
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
         """Appends those of all tokens; returns all of each item's cache."""
         if self._padding is not None:
             keys, values = self._padding.flatten(keys), self._padding.flatten(values)
         cuts, found = self._member_cuts, list[Any]()
         updates = zip(self.members, self._by_member, _split(keys, cuts), _split(values, cuts), strict=True)
         for member, foldings, *fed in updates:
-            if not isinstance(member, GroupLayer):
+            if self._foldings is not None and not isinstance(member, GroupLayer):
                 fed = [foldings[0].fold(rows) for rows in fed]
             found.append(tail_of(member).update_and_fetch(*fed))
         return self._parts(found)
 
-    def make_mask(self, num_tokens: int, **options: Any) -> Parts:
-        """Each folding's mask, broadcastable to `[num_rows, 1, length, num_places]`."""
-        masks = list[Any]()
-        for member, foldings in zip(self.members, self._by_member, strict=True):
-            mask: Any = _mask_of(member, foldings[0].length, options)
-            masks += [
-                mask if one.rows is None or mask is None else mask[one.rows, :, : one.length] for one in foldings
-            ]
-        return Parts(masks, self._cuts)
+    def keys_and_values(self) -> tuple[Parts, Parts]:
+        """Of each item, for layers that attend to another layer's keys."""
+        return self._parts([tail_of(member).keys_and_values() for member in self.members])
 
-    def _divided(self, fetched: Iterable[tuple[Any, Any]]) -> Iterator[tuple[LayerCache | GroupLayer, Any, Any]]:
-        for member, foldings, (keys, values) in zip(self.members, self._by_member, fetched, strict=True):
-            for folding in foldings:
-                yield member, folding.part(keys), folding.part(values)
+    def make_mask(self, num_tokens: int, **options: Any) -> Parts | None:
+        """Each item's mask, broadcastable to `[num_rows, 1, length, num_places]`; None if no row needs one."""
+        members = zip(self.members, self._by_member, strict=True)
+        masks: list[Any] = [_mask_of(member, foldings[0].length, options) for member, foldings in members]
+        if self._foldings is None and all(mask is None for mask in masks):
+            return None
+        parts = [(mask, one) for mask, foldings in zip(masks, self._by_member, strict=True) for one in foldings]
+        items = [mask if mask is None or one.rows is None else mask[one.rows, :, : one.length] for mask, one in parts]
+        return Parts(items, self._cuts)
+
+    def _parts(self, fetched: Sequence[tuple[Any, Any]]) -> tuple[Parts, Parts]:
+        items = list[tuple[Any, Any, Any]]()
+        for member, foldings, found in zip(self.members, self._by_member, fetched, strict=True):
+            head = getattr(member, "head", None)
+            for one in foldings:
+                keys, values = found if one.rows is None else (found[0][one.rows], found[1][one.rows])
+                items.append((head, keys, values))
+        heads, all_keys, all_values = zip(*items, strict=True)
+        head_keys = [None if head is None else head.keys for head in heads]
+        head_values = [None if head is None else head.values for head in heads]
+        return (
+            Parts(all_keys, self._cuts, head_keys, self._foldings, self._padding),
+            Parts(all_values, self._cuts, head_values, self._foldings, self._padding),
+        )
 
 
 @lru_cache(16)
 def _folded(
     counts: tuple[int, ...], lengths: tuple[int, ...]
-) -> tuple[list[list[Folding]], list[Folding], list[int], list[int]]:
+) -> tuple[list[list[Folding]], list[Folding] | None, list[int], list[int]]:
     """Of each member of so many rows, and of all; where the others than the first begin, of all and of all members.
 
-    Made once for all layers of a step.
+    Made once for all layers of a step. Without `lengths` rows feed one token, and a member is not divided.
     """
+    if not lengths:
+        return [[Folding(1, None)]] * len(counts), None, _cuts(counts), _cuts(counts)
     rest = iter(lengths)
     fed = [list(itertools.islice(rest, count)) for count in counts]
     by_member = [foldings_of(own) for own in fed]
@@ -295,7 +270,7 @@ class RaggedBatch:
             merged.prepare(lengths)
         for leaf in self._leaves:
             members = leaf.members if isinstance(leaf, RaggedLayer) else [leaf]
-            leaves.append(leaf if isinstance(leaf, ArraysCache) else FlatLayer(members, fed, padding))
+            leaves.append(leaf if isinstance(leaf, ArraysCache) else RaggedLayer(members, fed, padding))
         return _arranged(self.layers, iter(leaves))
 
     def settle(self, stays: Sequence[bool]) -> None:
