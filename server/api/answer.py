@@ -25,7 +25,7 @@ from server.api.record import Arrival, OpenRequest, RequestRecord, counts_of
 from server.api.wire import Payload
 from server.diagnosis import account
 from server.diagnosis.causes import Cause, Reuse
-from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, prompt_of
+from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of
 from server.engine.commands import pin_turn
 from server.engine.engine import Engine
 from server.engine.request import (
@@ -57,21 +57,6 @@ class Question:
     prompt: RenderedPrompt
     conversation: Conversation | None = None
 
-    def parts(self) -> Prompt:
-        """The parts that requests are compared by."""
-        model, namespace, source = self.model.id, self.request.namespace, self.conversation
-        if source is None:
-            return Prompt((Part(PLAIN, self.prompt.text),), model=model, namespace=namespace)
-        return prompt_of(source.asked, source.tools, source.template_arguments, model=model, namespace=namespace)
-
-    def output_parser(self) -> OutputParser:
-        """The answer's parser; without a conversation all is text."""
-        if self.conversation is None:
-            return OutputParser()
-        grammar, tools = self.request.grammar, self.conversation.callable_tools
-        is_forced = grammar is not None and grammar.forces_calls
-        return self.model.output_parser(tools, self.prompt.text, self.prompt.begun, is_forced=is_forced)
-
 
 class Exchange(Question, ABC):
     """One checked request; writes its answer once."""
@@ -79,10 +64,17 @@ class Exchange(Question, ABC):
     keep_alive_seconds: float | None = None
     """How long the model stays loaded after its last request; None: as before."""
 
-    def __init__(self, question: Question, *, is_streamed: bool = False) -> None:
-        super().__init__(question.model, question.request, question.prompt, question.conversation)
-        self.is_streamed = is_streamed
-        self.asked, self.parser = self.parts(), self.output_parser()
+    def __init__(self, question: Question) -> None:
+        """`asked` are the parts that requests are compared by. Without a conversation all of the answer is text."""
+        super().__init__(**vars(question))
+        model, source, prompt, grammar = self.model, self.conversation, self.prompt, self.request.grammar
+        if source is None:
+            self.parser = OutputParser()
+            self.asked = Prompt((Part(PLAIN, prompt.text),), model=model.id, namespace=self.request.namespace)
+        else:
+            is_forced = grammar is not None and grammar.forces_calls
+            self.parser = model.output_parser(source.callable_tools, prompt.text, prompt.begun, is_forced=is_forced)
+            self.asked = source.parts(model.id)
 
     @property
     def choices(self) -> "Sequence[Exchange]":
@@ -104,8 +96,13 @@ class Exchange(Question, ABC):
         """Takes the next output tokens, before their pieces. The last tokens have no text."""
 
     def reply_messages(self) -> list[Message]:
-        """The answer as clients send it back. Not on the event loop."""
+        """The answer as clients send it back, without what it continues. Not on the event loop."""
         return []
+
+    def whole_reply(self) -> list[Message]:
+        """The answer as clients send it back. Not on the event loop."""
+        reply = self.reply_messages()
+        return reply if self.conversation is None else [*map(self.conversation.whole, reply[:1]), *reply[1:]]
 
 
 def _is_whole(finished: Finished | None) -> bool:
@@ -221,7 +218,7 @@ class Run(OpenRequest):
             tokens = np.concatenate([tokens, np.array(reply_ids, np.int32)])
         said = None
         if finished is not None:
-            messages = exchange.reply_messages()
+            messages = exchange.whole_reply()
             said = part_of(messages[0]) if messages else Part(PLAIN, "".join(self._texts))
         turn = account.EvaluatedTurn(
             exchange.asked, said, tokens=tokens, num_prompt_tokens=num_prompt, request_id=request.request_id
@@ -367,7 +364,8 @@ class Answer:
         """Evaluates the turn ahead; holds the state of an answer that calls tools until they have answered."""
         run, exchange = self._lead, self._lead.exchange
         request, reply_ids = exchange.request, tuple(run.token_ids)
-        if run.has_ended and exchange.conversation is not None and request.cache_prompt:
+        is_answered = run.has_ended and not request.is_prefix_only
+        if is_answered and exchange.conversation is not None and request.cache_prompt:
             self.context.in_background(_evaluate_ahead(self.engine, exchange, exchange.conversation, reply_ids))
         if run.outcome == FinishReason.STOP and exchange.parser.made_calls:
             label = request.session_id or request.request_id
@@ -378,7 +376,7 @@ async def _evaluate_ahead(
     engine: Engine, exchange: Exchange, conversation: Conversation, reply_ids: Sequence[int]
 ) -> None:
     def requests() -> list[GenerationRequest]:
-        return next_turn_requests(conversation, exchange.request, reply_ids, exchange.reply_messages())
+        return next_turn_requests(conversation, exchange.request, reply_ids, exchange.whole_reply())
 
     try:
         for request in await asyncio.to_thread(requests):

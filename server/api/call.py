@@ -27,7 +27,7 @@ from server.api.errors import ApiError, Code, explain, stopped
 from server.api.guard import key_name_of
 from server.api.params import Incoming
 from server.api.record import Arrival
-from server.api.sessions import ascii_text
+from server.api.sessions import ascii_text, resolve_session_id
 from server.api.wire import JsonBody, Payload, check_amount, check_messages, parse_object, read_body
 from server.app.log_events import TextsEmbedded
 from server.pool.names import ModelNotLoaded, ModelSource
@@ -218,7 +218,7 @@ class Call:
         """The namespace and session of a refusal, as far as known."""
         salt = fields.get("cache_salt")
         try:
-            session_id = self._dialect.session_id(fields, self._http.headers)
+            session_id = resolve_session_id(fields, self._http.headers)
         except InvalidParameter:
             session_id = None
         return namespace_of(self._http, salt if isinstance(salt, str) else None), session_id
@@ -252,7 +252,7 @@ class Call:
         if isinstance(plan, EmbeddingWork):
             return await self._compute(plan)
         answer = self._begin(plan)
-        if plan.is_streamed:
+        if self._wants_stream:
             return self._stream(plan.frames(answer))
         try:
             return JsonBody(await plan.body(answer))

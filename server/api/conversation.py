@@ -17,6 +17,7 @@ from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, ChatRenderer, RenderedPrompt, plain_text
 from models.prompt.shapes import Message, with_constant_headers
 from server.api.errors import ApiError, Code, wrong
+from server.diagnosis.prompt import Prompt, prompt_of
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import ServedModel
 
@@ -138,6 +139,11 @@ class Conversation:
     @property
     def begun(self) -> str:
         return plain_text(self.messages[-1].get("content")) if self.continues else ""
+
+    def parts(self, model_id: str) -> Prompt:
+        """The parts that requests are compared by."""
+        given = (self.asked, self.tools, self.template_arguments)
+        return prompt_of(*given, model=model_id, namespace=self.namespace)
 
     def whole(self, reply: Message) -> Message:
         """The reply, joined to what it continues."""

@@ -26,8 +26,8 @@ from server.api.errors import ApiError, Code, stopped
 from server.api.observe import Metrics, Tracing
 from server.api.planning import Planning
 from server.api.record import RequestRecord, log_end
-from server.api.sessions import Refusals, SessionRecords, resolve_session_id
-from server.api.wire import JsonBody, Payload, bearer_key, sse_comment, sse_event
+from server.api.sessions import Refusals, SessionRecords, header_text
+from server.api.wire import JsonBody, Payload, sse_comment, sse_event
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing, RateLimits, namespace_of_key
 from server.diagnosis.account import Conversations
@@ -80,16 +80,13 @@ class Dialect:
 
     def api_key(self, headers: Mapping[str, str]) -> str:
         """The request's bearer token, or an empty text."""
-        return bearer_key(headers)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        return header_text(given) if scheme.lower() == "bearer" else ""
 
     def wrong_key(self) -> ApiError:
         """The error for a missing or wrong key."""
         message = "the key is missing or wrong; send it as 'Authorization: Bearer <key>'"
         return ApiError(Code.INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
-
-    def session_id(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-        """The named session, if any; raises InvalidParameter."""
-        return resolve_session_id(fields, headers)
 
     def wants_stream(self, fields: Mapping[str, Any]) -> bool:
         """Whether an unchecked body asks for a stream."""

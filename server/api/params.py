@@ -27,8 +27,9 @@ from models.store.stored_model import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, WIT
 from server.api.answer import Question
 from server.api.bodies import BodyModel, Whole
 from server.api.conversation import Conversation
-from server.api.dialect import context_of, dialect_of, namespace_of
+from server.api.dialect import context_of, namespace_of
 from server.api.errors import ApiError, Code, ContextExceeded, wrong
+from server.api.sessions import resolve_session_id
 from server.engine.request import GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
 
@@ -135,7 +136,7 @@ def build_request(
         tokens=prompt.tokens,
         max_tokens=_fitting_max_tokens(len(prompt.tokens), params, model, incoming),
         **{**options, "stop": params.stop or model.defaults.stop},
-        session_id=dialect_of(incoming.http).session_id(incoming.fields, incoming.http.headers),
+        session_id=resolve_session_id(incoming.fields, incoming.http.headers),
         namespace=namespace,
         adapter=model.adapter,
         restore_points=prompt.restore_points,

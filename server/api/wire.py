@@ -18,17 +18,10 @@ from starlette.responses import JSONResponse
 
 from models.texts import well_formed
 from server.api.errors import ApiError, Code, wrong
-from server.api.sessions import header_text
 
 Answer = TypeVar("Answer")
 Payload: TypeAlias = Mapping[str, Any]
 """A JSON object to be written."""
-
-
-def bearer_key(headers: Mapping[str, str]) -> str:
-    """A request's bearer token, or an empty text."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return header_text(given) if scheme.lower() == "bearer" else ""
 
 
 def number_asked(request: Request, name: str, most: int) -> int | None:

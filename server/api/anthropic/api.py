@@ -26,7 +26,7 @@ from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.params import Incoming, ask
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
-from server.api.wire import Payload, bearer_key, sse_comment, sse_event
+from server.api.wire import Payload, sse_comment, sse_event
 from server.diagnosis.causes import MissReason
 from server.engine.request import Finished, FinishReason, Started
 from server.pool.served import ListedModel, ServedModel
@@ -122,7 +122,7 @@ class _AnthropicDialect(Dialect):
     error_type = MessagesErrorBody
 
     def api_key(self, headers: Mapping[str, str]) -> str:
-        return header_text(headers.get("x-api-key", "")) or bearer_key(headers)
+        return header_text(headers.get("x-api-key", "")) or super().api_key(headers)
 
     def wrong_key(self) -> ApiError:
         return ApiError(Code.INVALID_API_KEY, "the key is missing or wrong; send it as x-api-key or as bearer token")
@@ -245,11 +245,7 @@ class _MessageExchange(Exchange):
     ) -> None:
         namespace = incoming.namespace(body.cache_salt)
         source = conversation.read_conversation(body, model, context.config, namespace)
-        question = ask(incoming, model, source, conversation.read_params(body, model))
-        if question.request.is_prefix_only:
-            # A prompt that is only evaluated has no answer for the next turn.
-            question.conversation = None
-        super().__init__(question, is_streamed=body.stream is True)
+        super().__init__(ask(incoming, model, source, conversation.read_params(body, model)))
         self._context, self._incoming, self._body = context, incoming, body
         searches = {tool.name for tool in body.tools or () if tool.type in SEARCH_TOOLS}
         shows = body.thinking is None or body.thinking.display != "omitted"
@@ -273,8 +269,7 @@ class _MessageExchange(Exchange):
         if any(block.type == "tool_search_tool_result" for block in reply.content):
             # Only reading the next request tells how definitions are worded.
             return []
-        said = conversation.assistant_message(reply.content)
-        return [said if self.conversation is None else self.conversation.whole(said)]
+        return [conversation.assistant_message(reply.content)]
 
     async def _events(self, answer: Answer) -> AsyncIterator[Payload]:
         part = self

@@ -17,7 +17,7 @@ from models.inference.sampling_params import SamplingParams
 from models.output.pieces import Text
 from models.prompt.chat_template import RenderedPrompt
 from server.api import PRODUCT
-from server.api.answer import Answer, Exchange, Question
+from server.api.answer import Answer, Exchange, Question, Run
 from server.api.bodies import BodyModel, Rules, parse_body, refused
 from server.api.call import generate, inspect
 from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, with_and_without_v1
@@ -29,7 +29,7 @@ from server.api.params import Incoming, build_request, check_token_ids
 from server.api.record import CostsAtEnd, costs_of
 from server.api.wire import JsonBody, Payload, body_of, sse_event
 from server.engine.commands import describe_slots
-from server.engine.request import Delta, Finished, FinishReason, Started
+from server.engine.request import Delta, Finished, FinishReason
 from server.pool.served import ServedModel
 
 ERRORS: Final[Mapping[int, str]] = {401: "authentication", 403: "permission", 404: "not_found", 503: "unavailable"}
@@ -326,49 +326,44 @@ class _CompletionExchange(Exchange):
     """Writes the continuation of one prompt."""
 
     def __init__(self, body: LlamaCompletionBody, question: Question) -> None:
-        super().__init__(question, is_streamed=body.stream is True)
-        self._tells_tokens = self.is_streamed or body.return_tokens is True
+        super().__init__(question)
+        self._tells_tokens = body.stream is True or body.return_tokens is True
         self._tokens: list[int] = []
-        self._num_predicted = 0
 
     def take_tokens(self, delta: Delta) -> None:
         self._tokens.extend(delta.token_ids)
-        self._num_predicted += len(delta.token_ids)
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        slot = 0
         async for event in answer.events():
             match event:
-                case Started():
-                    slot = event.slot
                 case Text(text):
-                    yield sse_event(self._event(text, slot))
+                    yield sse_event(self._event(text, answer.runs[0]))
                 case Finished():
-                    yield sse_event(self._last("", event))
+                    yield sse_event(self._last("", answer.runs[0], event))
 
     async def body(self, answer: Answer) -> Payload:
         events, finished = await answer.read()
-        return self._last("".join(event.text for event in events if isinstance(event, Text)), finished)
+        text = "".join(event.text for event in events if isinstance(event, Text))
+        return self._last(text, answer.runs[0], finished)
 
-    def _event(self, text: str, slot: int) -> LlamaCompletion:
+    def _event(self, text: str, run: Run) -> LlamaCompletion:
+        assert run.started is not None, "a request starts before its text"
         told, self._tokens = self._tokens, []
         return {
             "index": 0,
             "content": text,
             "tokens": told if self._tells_tokens else [],
-            "id_slot": slot,
+            "id_slot": run.started.slot,
             "stop": False,
-            "tokens_predicted": self._num_predicted,
+            "tokens_predicted": run.predicted_tokens,
             "tokens_evaluated": len(self.request.tokens),
         }
 
-    def _last(self, text: str, finished: Finished) -> LlamaCompletion:
+    def _last(self, text: str, run: Run, finished: Finished) -> LlamaCompletion:
         request, word = self.request, finished.stop_text
-        assert finished.started is not None, "a request starts before it finishes"
         return {
-            **self._event(text, finished.started.slot),
+            **self._event(text, run),
             "stop": True,
-            "tokens_predicted": finished.timings.predicted_tokens,
             "model": self.model.id,
             "prompt": self.model.token_texts.text(request.tokens.tolist()),
             "generation_settings": _params_body(request.sampling, request.max_tokens, request.stop),

@@ -211,7 +211,7 @@ class _ChatExchange(Exchange):
     """Writes the answer to one request for chat."""
 
     def __init__(self, body: OllamaBody, question: Question, began: float) -> None:
-        super().__init__(question, is_streamed=body.stream is not False)
+        super().__init__(question)
         self.keep_alive_seconds = body.keep_alive
         self._name = body.model or self.model.id
         self._began = began
@@ -234,10 +234,9 @@ class _ChatExchange(Exchange):
         return self._written(self._whole(), finished)
 
     def reply_messages(self) -> list[Message]:
-        """The answer as clients send it back: without ids of calls."""
+        """Clients send no ids of calls."""
         calls = [{"function": call["function"]} for call in self._said["tool_calls"]]
-        said = _template_message(OllamaMessage.model_validate({**_MESSAGE, **self._whole(), "tool_calls": calls}))
-        return [said if self.conversation is None else self.conversation.whole(said)]
+        return [_template_message(OllamaMessage.model_validate({**_MESSAGE, **self._whole(), "tool_calls": calls}))]
 
     def _keep(self, event: OutputEvent) -> Payload:
         """Adds an event. Returns what a stream sends: text, a complete call, or the text of a call that failed."""

@@ -129,7 +129,7 @@ class _ChoiceExchange(Exchange):
     """Set by who makes the first choice."""
 
     def __init__(self, body: types.GenerationBody, question: Question) -> None:
-        super().__init__(question, is_streamed=body.stream is True)
+        super().__init__(question)
         self._body = body
         self._streaming = body.stream_options or types.StreamOptions()
         self._logprobs: list[TokenLogprob] = []
@@ -138,7 +138,7 @@ class _ChoiceExchange(Exchange):
         self._prompt_ids: PromptIds = {"prompt_token_ids": tokens.tolist()} if body.return_token_ids else {}
         self._head: AnswerHead = {
             "id": self.request.request_id,
-            "object": self.chunk_kind if self.is_streamed else self.kind,
+            "object": self.chunk_kind if body.stream else self.kind,
             "created": int(time.time()),
             "model": self.model.id,
             "system_fingerprint": PRODUCT,
@@ -432,8 +432,7 @@ class ChatExchange(_ChoiceExchange):
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
-        said = types.template_message(types.ChatMessage.model_validate(self._message))
-        return [said if self.conversation is None else self.conversation.whole(said)]
+        return [types.template_message(types.ChatMessage.model_validate(self._message))]
 
     def _take(self, piece: Piece) -> Payload | None:
         match piece:

@@ -12,7 +12,7 @@ from server.api.errors import ApiError, explain
 from server.api.openai.fields import IN_CHAT
 from server.api.openai.types import ChatBody, ChatMessage, template_message
 from server.diagnosis.account import EvaluatedTurn, Rendered
-from server.diagnosis.prompt import part_of, prompt_of
+from server.diagnosis.prompt import part_of
 from server.doctor.recorded import Reader, Recorded
 
 PATH = "/v1/chat/completions"
@@ -35,9 +35,8 @@ class ModelReader(Reader):
 
     def read(self, request: Recorded) -> tuple[Rendered, EvaluatedTurn] | None:
         """As `Reader.read`; a refused request is noted in `refused`."""
-        namespace, model = request.prompt.namespace, request.prompt.model
         try:
-            source = self._conversation(request.body, namespace)
+            source = self._conversation(request.body, request.prompt.namespace)
             shown = source.render()
             said = template_message(validated(ChatMessage, request.reply)) if request.reply else None
             reply = [] if said is None else [source.whole(said)]
@@ -45,7 +44,7 @@ class ModelReader(Reader):
         except (ApiError, ModelError) as error:
             self._refuse(request, explain(error, ""))
             return None
-        parts = prompt_of(source.asked, source.tools, source.template_arguments, model=model, namespace=namespace)
+        parts = source.parts(request.prompt.model)
         reply_part = part_of(reply[0]) if reply else None
         turn = EvaluatedTurn(parts, reply_part, tokens=answered, num_prompt_tokens=num_tokens)
         return Rendered(parts, shown.tokens, shown.outline), turn

@@ -283,7 +283,7 @@ class _ResponseExchange(Exchange):
         self, body: ResponsesBody, fields: Payload, question: Question, given: ReadInput, keeper: ApiContext | None
     ) -> None:
         """`keeper` has the store; None: nothing is stored."""
-        super().__init__(question, is_streamed=body.stream is True)
+        super().__init__(question)
         self._given = given
         self._keeper = keeper
         self._response: Payload = _begun_response(body, fields, self.request, self.model.id)
@@ -312,10 +312,7 @@ class _ResponseExchange(Exchange):
         return self.now()
 
     def reply_messages(self) -> list[Message]:
-        messages = conversation.read_messages(self._output.so_far)
-        if self.conversation is None or not messages:
-            return messages
-        return [self.conversation.whole(messages[0]), *messages[1:]]
+        return conversation.read_messages(self._output.so_far)
 
     def now(self) -> Payload:
         is_open = self._response["status"] in UNFINISHED

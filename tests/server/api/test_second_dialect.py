@@ -1,7 +1,7 @@
 """Another dialect is a folder of its own: two tiny ones run through the same endpoint code as OpenAI's.
 
-One sends named events, takes its key from `x-api-key`, its session from a header of its own, and shapes its errors
-otherwise; the other streams lines of JSON. Neither knows `[DONE]`.
+One sends named events, takes its key from `x-api-key`, and shapes its errors otherwise; the other streams lines of
+JSON. Neither knows `[DONE]`.
 """
 
 import json
@@ -58,9 +58,6 @@ class EventDialect(Dialect):
 
     def wrong_key(self) -> ApiError:
         return ApiError(Code.INVALID_API_KEY, "send the key as x-api-key")
-
-    def session_id(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-        return headers.get("x-thread")
 
     def error_response(self, error: ApiError) -> Response:
         return JsonBody(error_payload(error), status_code=error.status)
@@ -151,8 +148,7 @@ def opened(kind: type[Exchange], context: ApiContext, incoming: Incoming) -> Exc
     prompt = conversation.render()
     params = GenerationParams(max_tokens=incoming.fields.get("limit"), prompt_param="ask")
     request = build_request(incoming, model, prompt, params, namespace)
-    is_streamed = incoming.fields.get("stream", False)
-    return kind(Question(model, request, prompt, conversation), is_streamed=is_streamed)
+    return kind(Question(model, request, prompt, conversation))
 
 
 @generate("ask-")
@@ -181,7 +177,7 @@ def client_of(engine: FakeEngine, renderer: FakeRenderer | None = None, **settin
 
 def test_a_whole_answer_is_made_of_pieces() -> None:
     engine = FakeEngine(CALLING)
-    answer = client_of(engine).post("/ask", json={"ask": "Hi", "limit": 9}, headers={"x-thread": "t-1"})
+    answer = client_of(engine).post("/ask", json={"ask": "Hi", "limit": 9}, headers={"x-session-id": "t-1"})
     assert answer.json()["events"] == [
         ["text", "Let me"],
         ["text", " look."],
@@ -289,7 +285,7 @@ def test_each_dialect_has_its_key_where_its_clients_put_it() -> None:
 def test_what_follows_an_answer_is_done_for_every_dialect() -> None:
     renderer, engine = FakeRenderer(), FakeEngine(CALLING)
     with client_of(engine, renderer) as client:
-        client.post("/ask", json={"ask": "Hi"}, headers={"x-thread": "t-1"})
+        client.post("/ask", json={"ask": "Hi"}, headers={"x-session-id": "t-1"})
         assert [reply for reply, _ in renderer.replies] == ["".join(CALLING.texts)]
         [(command, *_)] = engine.commands
         assert command is pin_turn
