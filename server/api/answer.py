@@ -133,7 +133,7 @@ class Run(OpenRequest):
             if isinstance(event, Started):
                 event = await self._explained(event)
             if isinstance(event, Finished):
-                event = replace(event, started=self.started, token_ids=tuple(self.token_ids))
+                event = replace(event, started=self.started)
             had_text = self.first_text_at is not None
             self.observe(event)
             if isinstance(event, Started | Progress) or (isinstance(event, Delta) and not had_text):

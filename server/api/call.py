@@ -277,13 +277,12 @@ class Call:
     def _heartbeat(self) -> bytes:
         answer = self._charged
         if isinstance(answer, Answer):
-            has_started = any(run.started is not None for run in answer.runs)
-            write = self._dialect.heartbeat if has_started else self._dialect.early_heartbeat
-            return write(answer.progress)
+            has_begun = any(run.started is not None for run in answer.runs)
+            return self._dialect.heartbeat(answer.progress, has_begun=has_begun)
         assert self._loading is not None, "a stream without an answer waits for its model"
         model_id = self._loading.id
         step = self._context.pool.loading.get(model_id, "done")
-        return self._dialect.early_heartbeat(f"loading {model_id}: {step}")
+        return self._dialect.heartbeat(f"loading {model_id}: {step}", has_begun=False)
 
     async def _compute(self, work: EmbeddingWork) -> Response:
         self._charged = work

@@ -108,13 +108,9 @@ class Dialect:
         """The last frame of a broken stream."""
         return sse_event(self.error_body(error))
 
-    def heartbeat(self, progress: str) -> bytes:
-        """A frame that keeps a silent stream open; empty if clients skip none."""
+    def heartbeat(self, progress: str, *, has_begun: bool = True) -> bytes:
+        """A frame that keeps a silent stream open, also before its first event; empty if clients skip none."""
         return sse_comment(progress)
-
-    def early_heartbeat(self, progress: str) -> bytes:
-        """A heartbeat before the first event."""
-        return self.heartbeat(progress)
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,12 +126,12 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
             raise wrong(f"{param}[{index}]", f"{str(token)[:40]} is no token id from 0 to {vocab_size - 1}")
 
 
-def build_request(
+def question_of(
     incoming: Incoming, model: ServedModel, prompt: RenderedPrompt, params: GenerationParams, namespace: str
-) -> GenerationRequest:
-    """A valid request; raises ApiError or InvalidParameter."""
+) -> Question:
+    """The valid request for a prompt's continuation; raises ApiError or InvalidParameter."""
     options = {option.name: getattr(params, option.name) for option in fields(GenerationOptions)}
-    return GenerationRequest(
+    request = GenerationRequest(
         request_id=incoming.request_id,
         tokens=prompt.tokens,
         max_tokens=_fitting_max_tokens(len(prompt.tokens), params, model, incoming),
@@ -146,6 +146,7 @@ def build_request(
         single_call=_call_markers(model) if params.is_single_call else None,
         grammar=bind(model, params.grammar, prompt) if params.grammar is not None else None,
     )
+    return Question(model, request, prompt)
 
 
 def _quotable(prompt: RenderedPrompt, params: GenerationParams, model: ServedModel) -> tuple[TokenArray, ...]:
@@ -224,8 +225,7 @@ def ask(incoming: Incoming, model: ServedModel, conversation: Conversation, para
     prompt = conversation.render()
     is_single_call = params.is_single_call and bool(conversation.callable_tools)
     params = replace(params, grammar=answer_grammar(model, conversation, params), is_single_call=is_single_call)
-    request = build_request(incoming, model, prompt, params, conversation.namespace)
-    return Question(model, request, prompt, conversation)
+    return replace(question_of(incoming, model, prompt, params, conversation.namespace), conversation=conversation)
 
 
 def answer_grammar(model: ServedModel, conversation: Conversation, params: GenerationParams) -> AnswerGrammar | None:

@@ -113,9 +113,8 @@ class OpenRequest:
 
     @property
     def progress(self) -> str:
-        if self.started is None or self.first_text_at is not None:
-            return "waiting" if self.started is None else "generating"
-        return f"prefill {self.cached_tokens + self.evaluated_tokens} of {self.started.prompt_tokens}"
+        prefill = f"prefill {self.cached_tokens + self.evaluated_tokens} of {len(self.request.tokens)}"
+        return {"waiting": "waiting", "prefill": prefill, "decode": "generating"}[self.phase]
 
     def observe(self, event: Event) -> None:
         """Counts an event."""

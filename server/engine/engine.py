@@ -215,7 +215,7 @@ class Engine:
         left_tokens = self._config.context_tokens - len(request.tokens)
         if left_tokens < 1 or not len(request.tokens) or request.max_tokens < 0:
             raise ValueError(f"{len(request.tokens)} prompt tokens of {self._config.context_tokens} leave no room")
-        generation = Generation(request.request_id, self._cancel, self._mailbox_here())
+        generation = Generation(partial(self._cancel, request.request_id), self._mailbox_here())
         fitted = replace(request, max_tokens=min(request.max_tokens, left_tokens))
         message = _Message(
             lambda worker: worker.submit(fitted, generation), lambda error: generation.post([Failed(error)])

@@ -52,11 +52,11 @@ MAX_PENDING = 64
 class Generation:
     """Events of one request. Used on the event loop; fed from the worker thread by `post`."""
 
-    def __init__(self, request_id: str, cancel: Callable[[str], None], mailbox: Mailbox) -> None:
-        self.request_id = request_id
+    def __init__(self, cancel: Callable[[], None], mailbox: Mailbox) -> None:
+        self.cancel = cancel
+        """Ends the request at the next step; its progress stays cached. For any thread."""
         self.on_end: Callable[[], None] = lambda: None
         """Called on the worker thread before the last event is handed over."""
-        self._cancel = cancel
         self._mailbox = mailbox
         self._pending: deque[Event] = deque()
         self._arrived = asyncio.Event()
@@ -72,10 +72,6 @@ class Generation:
             self.on_end()
         if not self._mailbox.post(partial(self._put, events)):
             self.cancel()
-
-    def cancel(self) -> None:
-        """Ends the request at the next step; its progress stays cached. For any thread."""
-        self._cancel(self.request_id)
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yields events; the last one ends the request."""

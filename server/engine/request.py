@@ -60,6 +60,8 @@ class GenerationOptions:
     ignore_eos: bool = False
     speculates: bool = True
     """False: every token has a decode step of its own."""
+    prompt_logprobs: int | None = None
+    """Likely tokens to report for each prompt token, at `Finished`. Needs `cache_prompt` to be false."""
     prediction: TokenArray | None = None
     """What the client expects of the answer: a text for drafts only."""
 
@@ -78,8 +80,6 @@ class GenerationRequest(GenerationOptions):
     namespace: str = ""
     """Only requests of one namespace and one adapter share state."""
     adapter: Adapter | None = None
-    prompt_logprobs: int | None = None
-    """Likely tokens to report for each prompt token, at `Finished`. Needs `cache_prompt` to be false."""
     restore_points: tuple[RestorePoint, ...] = ()
     outline: Outline = NO_OUTLINE
     is_idle_work: bool = False
@@ -179,8 +179,6 @@ class Finished:
     """None if the request was cancelled before it."""
     reasoning_tokens: int | None = None
     """Without markers; None where reasoning is not told apart."""
-    token_ids: tuple[int, ...] = ()
-    """Of all deltas; filled in by the reader."""
     stop_token: int | None = None
     rest: Delta = Delta("", ())
     """Tokens without text behind the last delta."""

@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ class FakeEngine(Engine):
         if not self.is_running:
             raise EngineStopped("stopped")
         if request.is_idle_work:
-            generation = Generation(request.request_id, self._cancel, Mailbox(asyncio.get_running_loop()))
+            generation = Generation(partial(self._cancel, request.request_id), Mailbox(asyncio.get_running_loop()))
             self.idle_requests.append(request)
             generation.post([Failed(EngineStopped("nothing is ever idle here"))])
             return generation
@@ -118,7 +119,7 @@ class FakeEngine(Engine):
         if self.max_waiting is not None and num_running >= self.max_waiting:
             raise QueueFull(num_running, 7)
         self.requests.append(request)
-        generation = Generation(request.request_id, self._cancel, Mailbox(asyncio.get_running_loop()))
+        generation = Generation(partial(self._cancel, request.request_id), Mailbox(asyncio.get_running_loop()))
         script = self.script if isinstance(self.script, Script) else self.script(request)
         task = asyncio.get_running_loop().create_task(self._answer(request, script, generation))
         # The loop keeps only a weak hold on its tasks.

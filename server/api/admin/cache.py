@@ -20,17 +20,17 @@ from cache.disk.index import DiskWrites
 from cache.snapshots import RestorePointKind
 from cache.views import CacheView, EdgeDetail, EdgeView, NamespaceView, StateBytes
 from models.adapter import client_namespace
-from server.api.answer import Answer, Exchange, Question
+from server.api.answer import Answer, Exchange
 from server.api.bodies import parse_body
 from server.api.call import generate
 from server.api.conversation import cut_at_last_point
-from server.api.dialect import ApiContext, Endpoint, Operation, context_of, namespace_of
+from server.api.dialect import ApiContext, Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import is_owner, visible_namespace
 from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
 from server.api.openai.generate import CompletionBody, read_conversation, text_prompt
 from server.api.openai.types import ChatBody, read_params
-from server.api.params import Incoming, build_request
+from server.api.params import Incoming, question_of
 from server.api.wire import JsonBody, Payload, body_of, number_asked
 from server.engine import commands
 from server.engine.engine import Engine
@@ -287,15 +287,14 @@ def prime_cache(context: ApiContext, incoming: Incoming) -> Exchange:
     kind: type[ChatBody | CompletionBody] = ChatBody if is_chat else CompletionBody
     body = parse_body(kind, incoming.fields, IN_CHAT_PRIME if is_chat else IN_TEXT_PRIME)
     model = context.pool.find(body.model)
-    namespace = namespace_of(incoming.http, body.cache_salt)
     if isinstance(body, ChatBody):
-        prefix = read_conversation(body, incoming, model, context.config, namespace).stable_prefix()
+        prefix = read_conversation(body, incoming, model, context.config).stable_prefix()
     elif len(body.prompt) != 1:
         raise wrong("prompt", "one prompt is primed at a time")
     else:
         prefix = cut_at_last_point(text_prompt(body.prompt[0], model), (RestorePointKind.PROMPT_END,))
     params = replace(read_params(body, model), max_tokens=0, prompt_param="messages" if is_chat else "prompt")
-    return PrimeExchange(Question(model, build_request(incoming, model, prefix, params, namespace), prefix))
+    return PrimeExchange(question_of(incoming, model, prefix, params, incoming.namespace(body.cache_salt)))
 
 
 class PrimeExchange(Exchange):

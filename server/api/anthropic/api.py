@@ -139,12 +139,9 @@ class _AnthropicDialect(Dialect):
         """An `error` event; no `message_stop` follows it."""
         return sse_event(self.error_body(error), "error")
 
-    def heartbeat(self, progress: str) -> bytes:
-        return sse_event({"type": "ping"}, "ping")
-
-    def early_heartbeat(self, progress: str) -> bytes:
-        """A comment: no event may come before `message_start`."""
-        return sse_comment(progress)
+    def heartbeat(self, progress: str, *, has_begun: bool = True) -> bytes:
+        """No event may come before `message_start`."""
+        return sse_event({"type": "ping"}, "ping") if has_begun else sse_comment(progress)
 
 
 TokenCount: TypeAlias = dict[Literal["input_tokens"], int]
@@ -195,19 +192,6 @@ class DiagnosticsBody(TypedDict):
     cache: CacheBody | None
     timings: NotRequired[TimingsBody]
     """Only in a complete answer."""
-
-
-def _diagnostics_of(started: Started, session_id: str | None, finished: Finished | None = None) -> DiagnosticsBody:
-    miss = started.reuse.miss
-    reason: CacheMissReason | None = None
-    if miss is not None and miss.reason in _MISS_TYPES:
-        reason = {"type": _MISS_TYPES[miss.reason], "cache_missed_input_tokens": miss.lost_tokens}
-    elif miss is not None:
-        reason = {"type": "unavailable"}
-    body: DiagnosticsBody = {"cache_miss_reason": reason, "cache": cache_of(started, session_id)}
-    if finished is not None:
-        body["timings"] = timings_of(finished.timings)
-    return body
 
 
 MAX_PARTS = 8
@@ -275,12 +259,11 @@ class _MessageExchange(Exchange):
         part = self
         async for event in answer.events():
             match event:
-                case Started() if part is self:
-                    self._message = self._begun(event)
-                    yield {"type": "message_start", "message": self._message}
-                    yield {"type": "ping"}
                 case Started():
-                    pass
+                    if part is self:
+                        self._message = self._begun(event)
+                        yield {"type": "message_start", "message": self._message}
+                        yield {"type": "ping"}
                 case Finished():
                     self._finished.append(event)
                     called = [block for block in part._content.so_far if block["type"] == "server_tool_use"]
@@ -360,8 +343,15 @@ class _MessageExchange(Exchange):
         }
 
     def _costs(self, started: Started, last: Finished | None = None) -> Payload:
-        diagnostics = _diagnostics_of(started, self.request.session_id, last)
-        return {"usage": self._usage(started), "diagnostics": diagnostics}
+        miss, cache = started.reuse.miss, cache_of(started, self.request.session_id)
+        told: DiagnosticsBody = {"cache_miss_reason": None, "cache": cache}
+        if miss is not None and (kind := _MISS_TYPES.get(miss.reason)) is not None:
+            told["cache_miss_reason"] = {"type": kind, "cache_missed_input_tokens": miss.lost_tokens}
+        elif miss is not None:
+            told["cache_miss_reason"] = {"type": "unavailable"}
+        if last is not None:
+            told["timings"] = timings_of(last.timings)
+        return {"usage": self._usage(started), "diagnostics": told}
 
     def _usage(self, started: Started) -> MessagesUsage:
         """The counts of the first part's prompt, and of all output."""

@@ -25,7 +25,7 @@ from server.api.errors import ApiError, Code, retry_later
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.generate import read_conversation, text_prompt
 from server.api.openai.types import ChatBody, GenerationBody, as_limit, read_params
-from server.api.params import Incoming, build_request, check_token_ids
+from server.api.params import Incoming, check_token_ids, question_of
 from server.api.record import CostsAtEnd, costs_of
 from server.api.wire import JsonBody, Payload, body_of, sse_event
 from server.engine.commands import describe_slots
@@ -157,9 +157,7 @@ def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
 
 def _rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
-    model = context.pool.find(body.model)
-    namespace = incoming.namespace(body.cache_salt)
-    return read_conversation(body, incoming, model, context.config, namespace).render()
+    return read_conversation(body, incoming, context.pool.find(body.model), context.config).render()
 
 
 class TokenizeBody(BodyModel):
@@ -304,8 +302,8 @@ def complete(context: ApiContext, incoming: Incoming) -> Exchange:
     model = context.pool.find(body.model)
     prompt = text_prompt(_joined(body.prompt, model), model)
     params = replace(read_params(body, model), prompt_param="prompt")
-    request = build_request(incoming, model, prompt, params, incoming.namespace(body.cache_salt))
-    return _CompletionExchange(body, Question(model, request, prompt))
+    namespace = incoming.namespace(body.cache_salt)
+    return _CompletionExchange(body, question_of(incoming, model, prompt, params, namespace))
 
 
 def _joined(prompt: str | list[int | str], model: ServedModel) -> str | list[int]:

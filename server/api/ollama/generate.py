@@ -23,7 +23,7 @@ from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from models.texts import well_formed_json
 from server.api import params
-from server.api.answer import Answer, Exchange, OutputEvent, Question
+from server.api.answer import Answer, Exchange, OutputEvent, Question, Run
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refuse_fields, refused
 from server.api.call import compute, generate
 from server.api.conversation import Conversation, ThinkingWish, can_continue
@@ -60,7 +60,7 @@ class OllamaDialect(Dialect):
         """A line with the error's text."""
         return line(self.error_body(error))
 
-    def heartbeat(self, progress: str) -> bytes:
+    def heartbeat(self, progress: str, *, has_begun: bool = True) -> bytes:
         """Nothing: clients read each line as an answer."""
         return b""
 
@@ -210,11 +210,10 @@ _MESSAGE: Final = {"role": "assistant", "content": ""}
 class _ChatExchange(Exchange):
     """Writes the answer to one request for chat."""
 
-    def __init__(self, body: OllamaBody, question: Question, began: float) -> None:
+    def __init__(self, body: OllamaBody, question: Question) -> None:
         super().__init__(question)
         self.keep_alive_seconds = body.keep_alive
         self._name = body.model or self.model.id
-        self._began = began
         self._said: dict[str, Any] = {"content": "", "thinking": "", "tool_calls": []}
         self._call: dict[str, Any] = {}
         self._arguments = ""
@@ -223,15 +222,15 @@ class _ChatExchange(Exchange):
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         async for event in answer.events():
             if isinstance(event, Finished):
-                yield line(self._written({}, event))
+                yield line(self._last({}, answer.runs[0], event))
             elif said := self._keep(event):
-                yield line(self._written(said, None))
+                yield line({**_head_of(self._name), **self.content(said), "done": False})
 
     async def body(self, answer: Answer) -> Payload:
         events, finished = await answer.read()
         for event in events:
             self._keep(event)
-        return self._written(self._whole(), finished)
+        return self._last(self._whole(), answer.runs[0], finished)
 
     def reply_messages(self) -> list[Message]:
         """Clients send no ids of calls."""
@@ -262,20 +261,18 @@ class _ChatExchange(Exchange):
     def _whole(self) -> Payload:
         return {name: value for name, value in self._said.items() if value}
 
-    def content(self, said: Payload, finished: Finished | None) -> Payload:
+    def content(self, said: Payload, run: Run | None = None) -> Payload:
+        """What was said; with what the last object adds, of the ended `run`."""
         return {"message": {**_MESSAGE, **said}}
 
-    def _written(self, said: Payload, finished: Finished | None) -> Payload:
-        """The object for `said`; the last if `finished`."""
-        begun = {**_head_of(self._name), **self.content(said, finished)}
-        if finished is None:
-            return {**begun, "done": False}
+    def _last(self, said: Payload, run: Run, finished: Finished) -> Payload:
         timings = finished.timings
         return {
-            **begun,
+            **_head_of(self._name),
+            **self.content(said, run),
             "done": True,
             "done_reason": finished.reason.value,
-            "total_duration": _whole_nanoseconds(1000 * (time.monotonic() - self._began)),
+            "total_duration": _whole_nanoseconds(1000 * (time.monotonic() - run.arrival.received)),
             "load_duration": 0,
             "prompt_eval_count": finished.prompt_tokens,
             "prompt_eval_duration": _whole_nanoseconds(timings.prompt_ms),
@@ -306,7 +303,6 @@ class OllamaGenerateAnswer(OllamaHead, OllamaEnd):
 @generate("ollama-")
 def generate_text(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelReady:
     """Answers one prompt."""
-    began = time.monotonic()
     body = parse_body(OllamaGenerateBody, incoming.fields, IN_GENERATE)
     if not body.prompt:
         return _answer_loading(context, body, {"response": ""})
@@ -321,19 +317,18 @@ def generate_text(context: ApiContext, incoming: params.Incoming) -> Exchange | 
         messages = _messages(("system", body.system), ("user", body.prompt))
         asked = Conversation(model.renderer, messages, (), _template_arguments(body, model), namespace)
         if not body.context:
-            return _GenerateExchange(body, params.ask(incoming, model, asked.prepared_for(model), wishes), began)
+            return _GenerateExchange(body, params.ask(incoming, model, asked.prepared_for(model), wishes))
         # Tokens to be continued already hold the model's system prompt.
         prompt = _follow_up(model, body.context, asked)
     # No conversation, so the next prompt cannot be foreseen.
-    request = params.build_request(incoming, model, prompt, wishes, namespace)
-    return _GenerateExchange(body, Question(model, request, prompt), began)
+    return _GenerateExchange(body, params.question_of(incoming, model, prompt, wishes, namespace))
 
 
 class _GenerateExchange(_ChatExchange):
     """Writes the answer to one prompt."""
 
-    def __init__(self, body: OllamaGenerateBody, question: Question, began: float) -> None:
-        super().__init__(body, question, began)
+    def __init__(self, body: OllamaGenerateBody, question: Question) -> None:
+        super().__init__(body, question)
         self._is_raw = body.raw is True
         if not self._is_raw:
             self.parser = self.model.output_parser((), self.prompt.text)
@@ -342,12 +337,12 @@ class _GenerateExchange(_ChatExchange):
         """Nothing: the next prompt holds the tokens of the answer, if it holds any of it."""
         return []
 
-    def content(self, said: Payload, finished: Finished | None) -> Payload:
+    def content(self, said: Payload, run: Run | None = None) -> Payload:
         fields: dict[str, Any] = {"response": said.get("content", "")}
         if "thinking" in said:
             fields["thinking"] = said["thinking"]
-        if finished is not None and not self._is_raw:
-            fields["context"] = [*self.request.tokens.tolist(), *finished.token_ids]
+        if run is not None and not self._is_raw:
+            fields["context"] = [*self.request.tokens.tolist(), *run.token_ids]
         return fields
 
 
@@ -400,7 +395,6 @@ class OllamaChatAnswer(OllamaHead, OllamaEnd):
 @generate("ollama-")
 def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelReady:
     """Answers the last message of a conversation."""
-    began = time.monotonic()
     body = parse_body(OllamaChatBody, incoming.fields, IN_BOTH)
     if not body.messages:
         return _answer_loading(context, body, {"message": _MESSAGE})
@@ -418,7 +412,7 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
         # A last message that cannot be continued is answered.
         continues=last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model),
     ).prepared_for(model, hygiene=context.config.prompt_hygiene)
-    return _ChatExchange(body, params.ask(incoming, model, conversation, _read_params(body, model)), began)
+    return _ChatExchange(body, params.ask(incoming, model, conversation, _read_params(body, model)))
 
 
 def _template_message(message: OllamaMessage) -> Message:

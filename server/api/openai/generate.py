@@ -23,11 +23,11 @@ from server.api.answer import Answer, Exchange, Question
 from server.api.bodies import parse_body, refuse_fields
 from server.api.call import generate
 from server.api.conversation import Conversation, check_continuable, check_template_arguments
-from server.api.dialect import ApiContext, Endpoint, ErrorObject, Operation, error_object, namespace_of
+from server.api.dialect import ApiContext, Endpoint, ErrorObject, Operation, error_object
 from server.api.errors import ContextExceeded, explain, wrong
 from server.api.openai import types
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE, IN_TEXT
-from server.api.params import ForcedCalls, Incoming, ask, build_request, check_token_ids, shows_tools
+from server.api.params import ForcedCalls, Incoming, ask, check_token_ids, question_of, shows_tools
 from server.api.record import AnswerCosts, CostsAtEnd, costs_of
 from server.api.wire import Payload, sse_event
 from server.app.config import ServerConfig
@@ -351,8 +351,7 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> _ChoiceEx
     body = parse_body(types.ChatBody, incoming.fields, IN_CHAT)
     types.refuse_lone_stream_options(body)
     model = context.pool.find(body.model)
-    namespace = namespace_of(incoming.http, body.cache_salt)
-    conversation = read_conversation(body, incoming, model, context.config, namespace)
+    conversation = read_conversation(body, incoming, model, context.config)
     if isinstance(body.tool_choice, ForcedCalls):
         types.refuse_going_on(body, "an answer ends with the calls that are forced")
     params = replace(types.read_params(body, model), prediction=_predicted(body, model), **body.calls())
@@ -363,7 +362,7 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> _ChoiceEx
 
 
 def read_conversation(
-    body: types.ChatBody, incoming: Incoming, model: ServedModel, config: ServerConfig, namespace: str
+    body: types.ChatBody, incoming: Incoming, model: ServedModel, config: ServerConfig
 ) -> Conversation:
     """The prompt's source; raises ApiError."""
     continues = body.continues()
@@ -383,7 +382,7 @@ def read_conversation(
         forbids_calls=body.forbids_calls,
         messages=list(map(types.template_message, body.messages)),
         template_arguments={**arguments, **body.thinking_wish().template_arguments()},
-        namespace=namespace,
+        namespace=incoming.namespace(body.cache_salt),
         continues=continues,
     ).prepared_for(model, hygiene=config.prompt_hygiene)
 
@@ -524,20 +523,18 @@ def create_completion(context: ApiContext, incoming: Incoming) -> _ChoiceExchang
     types.refuse_lone_stream_options(body)
     num_scored = body.num_prompt_logprobs()
     model = context.pool.find(body.model)
-    params = types.read_params(body, model)
-    namespace = namespace_of(incoming.http, body.cache_salt)
+    params, namespace = types.read_params(body, model), incoming.namespace(body.cache_salt)
+    if num_scored is not None:
+        params = replace(params, prompt_logprobs=num_scored, cache_prompt=False)
     count = _num_choices(body, len(body.prompt), context.config)
     exchanges: list[_ChoiceExchange] = []
     for at, written in enumerate(body.prompt):
         place = "prompt" if len(body.prompt) == 1 else f"prompt[{at}]"
         prompt = text_prompt(written, model, place)
-        request = build_request(incoming, model, prompt, replace(params, prompt_param=place), namespace)
-        if num_scored is not None:
-            request = replace(request, prompt_logprobs=num_scored, cache_prompt=False)
+        question = question_of(incoming, model, prompt, replace(params, prompt_param=place), namespace)
         repeated = (written if isinstance(written, str) else model.token_texts.text(written)) if body.echo else ""
         for number in range(count):
-            question = _choice_of(Question(model, request, prompt), len(exchanges), number)
-            exchanges.append(CompletionExchange(body, question, repeated))
+            exchanges.append(CompletionExchange(body, _choice_of(question, len(exchanges), number), repeated))
     first, *first.others = exchanges
     return first
 

@@ -20,7 +20,7 @@ from models.output.pieces import PartStatus
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate, inspect
-from server.api.dialect import ApiContext, Endpoint, Operation, namespace_of
+from server.api.dialect import ApiContext, Endpoint, Operation
 from server.api.errors import ApiError, Code, explain, retry_later, wrong
 from server.api.openai.types import GenerationBody, SharedBody, read_params
 from server.api.params import Incoming, ask
@@ -247,9 +247,7 @@ class BackgroundRuns:
 def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts the tokens of a prompt, those of the template included."""
     body = parse_known(conversation.InputBody, incoming.fields, conversation.IN_INPUT, conversation.KNOWN)
-    given = conversation.read_given(
-        context, body, context.pool.find(body.model), namespace_of(incoming.http, None), "count"
-    )
+    given = conversation.read_given(context, body, context.pool.find(body.model), incoming.namespace(), "count")
     return {"object": "response.input_tokens", "input_tokens": len(given.conversation.render().tokens)}
 
 
@@ -260,7 +258,7 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     if body.background and body.store is False:
         raise wrong("background", "a response that is made in the background is stored; leave store out")
     model = context.pool.find(body.model)
-    namespace = namespace_of(incoming.http, body.cache_salt)
+    namespace = incoming.namespace(body.cache_salt)
     given = conversation.read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
     shared = body.model_dump(include={*SharedBody.model_fields})
     params = read_params(GenerationBody.model_validate({**shared, "max_tokens": body.max_output_tokens}), model)

@@ -6,6 +6,7 @@ JSON. Neither knows `[DONE]`.
 
 import json
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,13 +25,13 @@ from models.output.pieces import (
     ToolCallStarted,
 )
 from models.prompt.shapes import Message
-from server.api.answer import Answer, Exchange, Question
+from server.api.answer import Answer, Exchange
 from server.api.app import APIS
 from server.api.call import generate
 from server.api.conversation import Conversation
-from server.api.dialect import ApiContext, Dialect, Endpoint, namespace_of
+from server.api.dialect import ApiContext, Dialect, Endpoint
 from server.api.errors import ApiError, Code
-from server.api.params import GenerationParams, Incoming, build_request
+from server.api.params import GenerationParams, Incoming, question_of
 from server.api.wire import JsonBody, Payload, json_text, sse_comment, sse_event
 from server.app.config import ServerConfig
 from server.engine.commands import pin_turn
@@ -65,11 +66,8 @@ class EventDialect(Dialect):
     def error_frame(self, error: ApiError) -> bytes:
         return sse_event(error_payload(error), "error")
 
-    def heartbeat(self, progress: str) -> bytes:
-        return sse_event({"waiting": progress}, "ping")
-
-    def early_heartbeat(self, progress: str) -> bytes:
-        return sse_comment(progress)
+    def heartbeat(self, progress: str, *, has_begun: bool = True) -> bytes:
+        return sse_event({"waiting": progress}, "ping") if has_begun else sse_comment(progress)
 
 
 class LineDialect(EventDialect):
@@ -81,10 +79,7 @@ class LineDialect(EventDialect):
     def error_frame(self, error: ApiError) -> bytes:
         return line(error_payload(error))
 
-    def heartbeat(self, progress: str) -> bytes:
-        return b""
-
-    def early_heartbeat(self, progress: str) -> bytes:
+    def heartbeat(self, progress: str, *, has_begun: bool = True) -> bytes:
         return b""
 
 
@@ -142,13 +137,13 @@ def opened(kind: type[Exchange], context: ApiContext, incoming: Incoming) -> Exc
     if "ask" not in incoming.fields:
         raise ApiError(Code.MISSING_PARAMETER, "ask: say something", "ask")
     model = context.pool.find(None)
-    namespace = namespace_of(incoming.http, None)
+    namespace = incoming.namespace()
     messages: list[Message] = [{"role": "user", "content": [{"text": incoming.fields["ask"]}]}]
     conversation = Conversation(model.renderer, messages, TOOLS, {}, namespace)
     prompt = conversation.render()
     params = GenerationParams(max_tokens=incoming.fields.get("limit"), prompt_param="ask")
-    request = build_request(incoming, model, prompt, params, namespace)
-    return kind(Question(model, request, prompt, conversation))
+    question = question_of(incoming, model, prompt, params, namespace)
+    return kind(replace(question, conversation=conversation))
 
 
 @generate("ask-")

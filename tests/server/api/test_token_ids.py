@@ -134,7 +134,7 @@ def test_nothing_is_told_unasked(live: Live, path: str) -> None:
 
 def test_text_that_was_joined_for_a_slow_reader_keeps_what_is_told_of_its_tokens() -> None:
     async def read() -> list[int]:
-        generation = Generation("r", lambda request_id: None, Mailbox(asyncio.get_running_loop()))
+        generation = Generation(lambda: None, Mailbox(asyncio.get_running_loop()))
         count = MAX_PENDING + 3
         generation.post([Delta("a", (token,), (TokenLogprob(token, -1.0, ()),)) for token in range(count)])
         generation.post([Failed(ValueError("the end"))])

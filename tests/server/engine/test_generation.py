@@ -14,7 +14,7 @@ def with_generation(act: Callable[[Generation], Awaitable[list[Event]]]) -> list
     """Runs `act` on a loop, with a generation that cancels nothing."""
 
     async def run() -> list[Event]:
-        return await act(Generation("r", lambda request_id: None, Mailbox(asyncio.get_running_loop())))
+        return await act(Generation(lambda: None, Mailbox(asyncio.get_running_loop())))
 
     return asyncio.run(asyncio.wait_for(run(), 10))
 
