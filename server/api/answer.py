@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 OutputEvent: TypeAlias = Started | Piece | Finished
 _TOTALS = ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
+_OF_ALL: dict[str, Any] = {"prompt_ms": max, "predicted_ms": max, "drafted_tokens": sum, "accepted_tokens": sum}
+"""How the timings of choices side by side become those of all."""
 
 
 @dataclass(eq=False)
@@ -301,16 +303,10 @@ class Answer:
         well = [run.finished for run in self.runs if run.finished is not None]
         if self._num_choices == 1:
             return well[-1]
-        counts, spent = counts_of(self.runs), [end.timings for end in well]
-        timings = Timings(
-            cache_tokens=counts.cached_tokens,
-            evaluated_tokens=counts.evaluated_tokens,
-            prompt_ms=max(one.prompt_ms for one in spent),
-            predicted_tokens=counts.completion_tokens,
-            predicted_ms=max(one.predicted_ms for one in spent),
-            drafted_tokens=sum(one.drafted_tokens for one in spent),
-            accepted_tokens=sum(one.accepted_tokens for one in spent),
-        )
+        counts = counts_of(self.runs)
+        told = {name: join([getattr(end.timings, name) for end in well]) for name, join in _OF_ALL.items()}
+        prompt = {"cache_tokens": counts.cached_tokens, "evaluated_tokens": counts.evaluated_tokens}
+        timings = Timings(**prompt, predicted_tokens=counts.completion_tokens, **told)
         totals: dict[str, Any] = {name: _total(getattr(end, name) for end in well) for name in _TOTALS}
         return replace(well[0], prompt_tokens=counts.prompt_tokens, timings=timings, **totals)
 

@@ -50,21 +50,18 @@ Called again once the model is loaded: before that, changes nothing.
 
 def generate(id_prefix: str, *, may_stream: bool = True) -> Callable[[OpenExchange], Handler]:
     """Makes an endpoint for output; without `may_stream` a body's wish for a stream is ignored."""
-    return partial(_endpoint, id_prefix=id_prefix, may_stream=may_stream)
+    return partial(planned, id_prefix=id_prefix, may_stream=may_stream)
 
 
 def inspect(describe: Callable[[ApiContext, Incoming], Payload]) -> Handler:
     """Makes an endpoint beyond a key's limits. `describe` works as `OpenExchange`."""
     opened = wraps(describe)(lambda context, incoming: ModelReady(None, describe(context, incoming)))
-    return _endpoint(opened, is_limited=False)
+    return planned(opened, is_limited=False)
 
 
-def compute(open_work: Callable[[ApiContext, Incoming], EmbeddingWork]) -> Handler:
-    """Makes an endpoint for vectors. Works as `OpenExchange`."""
-    return _endpoint(open_work)
+def planned(open_plan: Callable[[ApiContext, Incoming], Plan], **options: Any) -> Handler:
+    """Makes an endpoint of any plan. `open_plan` works as `OpenExchange`."""
 
-
-def _endpoint(open_plan: Callable[[ApiContext, Incoming], Plan], **options: Any) -> Handler:
     @wraps(open_plan)
     async def respond(request: Request) -> Response:
         return await Call(request, open_plan, **options).respond()

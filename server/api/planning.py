@@ -59,7 +59,9 @@ class Planning:
             self._waiting_bytes -= num_bytes
         has_left = threading.Event()
         running = asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, _call, has_left, work)
-        running.add_done_callback(lambda done: _ended(done, places))
+        running.add_done_callback(lambda _: places.release())
+        # Marks the exception as retrieved: nobody awaits the work of a disconnected client.
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(running)
         finally:
@@ -83,10 +85,3 @@ class FairPlaces(asyncio.Semaphore):
 def _call(has_left: threading.Event, work: Callable[[], Result]) -> Result:
     with abandoned_when(has_left.is_set):
         return work()
-
-
-def _ended(done: "asyncio.Future[Result]", places: FairPlaces) -> None:
-    places.release()
-    if not done.cancelled():
-        # Marks the exception as retrieved: nobody awaits the work of a disconnected client.
-        done.exception()

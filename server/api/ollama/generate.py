@@ -25,7 +25,7 @@ from models.texts import well_formed_json
 from server.api import params
 from server.api.answer import Answer, Exchange, OutputEvent, Question, Run
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refuse_fields, refused
-from server.api.call import compute, generate
+from server.api.call import generate, planned
 from server.api.conversation import Conversation, ThinkingWish, can_continue
 from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
@@ -457,7 +457,7 @@ class EmbedAnswer(TypedDict):
     embeddings: list[list[float]]
 
 
-@compute
+@planned
 def embed(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
     """Answers with the vectors of texts."""
     began = time.monotonic()
@@ -474,7 +474,7 @@ def embed(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
     return EmbeddingWork(reader.model, texts, write, body.keep_alive)
 
 
-@compute
+@planned
 def embed_prompt(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
     """Answers with the vector of one text."""
     body = parse_body(EmbeddingPromptBody, incoming.fields)

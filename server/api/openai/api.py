@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from models.formats import Vector, judged_text
 from server.api import PRODUCT
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refused
-from server.api.call import compute
+from server.api.call import planned
 from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, describe_models, with_and_without_v1
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import wrong
@@ -76,7 +76,7 @@ class EmbeddingList(TypedDict):
     data: list[EmbeddingBody]
 
 
-@compute
+@planned
 def create_embeddings(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with vectors."""
     body = parse_body(EmbeddingsBody, incoming.fields, IN_EMBEDDINGS)
@@ -141,7 +141,7 @@ class RankedList(TypedDict):
     results: list[RankedDocument]
 
 
-@compute
+@planned
 def rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with the documents in their order."""
     body = parse_body(RerankBody, incoming.fields, IN_RERANK)
