@@ -230,13 +230,8 @@ def _find_download(repository: RepositoryName) -> WeightsPlace | None:
     return WeightsPlace("repository", name, commit) if is_here else None
 
 
-def settle(name: str) -> str:
-    """The largest model here of the family `name`; else `name`. Raises ModelNotFound."""
-    is_own = find_stored(name) is not None or Path(name).expanduser().is_dir()
-    return name if is_own else _largest_here(name)
-
-
 def _largest_here(name: str) -> str:
+    """The largest model here of the family `name`; else `name`. Raises ModelNotFound."""
     family = find_family(name)
     found = [one.name for one in family if _find_download(RepositoryName(one.repository)) is not None]
     if family and not found:
@@ -320,7 +315,7 @@ def model_id(name: str) -> str:
         return identity_of(stored.weights)
     path = Path(name).expanduser()
     if name in BUILT_IN or not path.is_dir():
-        repository, at, revision = shorten(name).partition("@")
+        repository, at, revision = shorten(_largest_here(name)).partition("@")
         return as_stored(repository) + at + revision
     # Not `resolve`: the link has the wanted name, and its target may be named by a hash.
     return name_on_disk(Path(os.path.abspath(path))) or name  # noqa: PTH100

@@ -85,11 +85,13 @@ class Wiring:
 
 @dataclass(frozen=True, eq=False)
 class Service:
-    """One model, its engine not started, and facts for the report."""
+    """The first model, its engine not started, and facts for the report."""
 
+    opener: "ServiceOpener"
+    """Loads others, and this one again."""
+    source: ModelSource
     opened: OpenedModel
     loaded: LoadedModel
-    engine: Engine
     memory: MemoryPlan
     seconds_per_token: float | None
     """Measured on one matrix; None on a GPU."""
@@ -106,6 +108,10 @@ class Service:
     def model(self) -> ServedModel:
         return self.opened.model
 
+    @property
+    def engine(self) -> Engine:
+        return self.opened.engine
+
 
 def open_service(
     config: ServerConfig, others: Sequence[Claim] = (), tell: Callable[[str], object] = lambda step: None
@@ -114,18 +120,18 @@ def open_service(
 
     Raises ModelError, and StartError for a model or a budget that this machine cannot hold.
     """
-    name = config.models[0]
-    source = source_of(name)
-    machine = read_machine(mx.device_info())
-    _check_weights_fit(name, _stored_bytes(source, config), memory_budget.largest_weights_bytes(machine))
-    loaded = _load(source, config, find_float32_bytes(machine, others), tell)
-    plan = _plan(config, machine, loaded, others)
+    source, machine = source_of(config.models[0]), read_machine(mx.device_info())
+    memory, float32_bytes = pool_memory(config, machine, others), find_float32_bytes(machine, others)
+    _check_weights_fit(config.models[0], _stored_bytes(source, config), memory_budget.largest_weights_bytes(machine))
+    loaded = _load(source, config, float32_bytes, tell)
+    plan = _plan(config, machine, loaded, memory, others)
     _bound_pool(memory_budget.choose_pool_bytes(plan.budget_bytes))
-    engine, opened = _opened(loaded, config, plan.weights_bytes, Around((), plan.budget_bytes))
+    opened = _opened(loaded, config, plan.weights_bytes, Around((), plan.budget_bytes))
     return Service(
+        ServiceOpener(config, memory, float32_bytes),
+        source,
         opened,
         loaded,
-        engine,
         plan,
         seconds_per_token=None if _is_on_gpu() else seconds_per_token(loaded.model, _active_share(loaded.config)),
         wiring=Wiring(machine, is_wanted=config.wire_weights),
@@ -177,9 +183,9 @@ class ServiceOpener:
                 weights_bytes = _weights_bytes(loaded)
                 if not self.memory.fits([*around.weights, weights_bytes]):
                     raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
-                engine, opened = _opened(loaded, self.config, weights_bytes, around)
+                opened = _opened(loaded, self.config, weights_bytes, around)
                 tell("trying it out")
-                engine.start()
+                opened.engine.start()
                 return opened
             except BaseException:
                 _release(loaded)
@@ -197,7 +203,7 @@ class ServiceOpener:
             created = int((source.path / "config.json").stat().st_mtime)
             facts = ModelFacts(stored_bytes=weights.total_bytes(source.path), **architecture_facts(config))
         except (ModelError, OSError):
-            return ListedModel(source.name, 0, None, ModelFacts(), parent_id=parent_id)
+            return ListedModel(source.name, parent_id=parent_id)
         context_tokens = min(self.config.context_tokens or limit, limit, source.defaults.context_tokens or limit)
         return ListedModel(source.name, created, context_tokens, facts, parent_id=parent_id)
 
@@ -243,9 +249,11 @@ def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
     raise StartError(f"the weights of {name} take {size_text(weights_bytes)}, and {room}{advice}")
 
 
-def _plan(config: ServerConfig, machine: Machine, loaded: LoadedModel, others: Sequence[Claim]) -> MemoryPlan:
+def _plan(
+    config: ServerConfig, machine: Machine, loaded: LoadedModel, memory: PoolMemory, others: Sequence[Claim]
+) -> MemoryPlan:
     weights_bytes, useful_bytes = _weights_bytes(loaded), _useful_bytes(loaded, config)
-    budget_bytes = min(pool_memory(config, machine, others).for_state([weights_bytes]), useful_bytes)
+    budget_bytes = min(memory.for_state([weights_bytes]), useful_bytes)
     others_bytes, most_bytes = sum(claim.memory_bytes for claim in others), 0
     if config.cache_memory_bytes is None:
         most_bytes = memory_budget.choose_most_bytes(machine, weights_bytes, useful_bytes, others)
@@ -312,9 +320,7 @@ def source_of(name: str) -> ModelSource:
     return ModelSource(model_id(name), resolve(name))
 
 
-def _opened(
-    loaded: LoadedModel, config: ServerConfig, weights_bytes: int, around: Around
-) -> tuple[Engine, OpenedModel]:
+def _opened(loaded: LoadedModel, config: ServerConfig, weights_bytes: int, around: Around) -> OpenedModel:
     tokenizer = loaded.tokenizer
     facts = ModelFacts(
         fingerprint=loaded.fingerprint,
@@ -333,7 +339,7 @@ def _opened(
     variants = {adapter.name: served.variant(adapter) for adapter in adapters}
     release_weights = partial(_release, loaded)
     useful_bytes = _useful_bytes(loaded, config)
-    return engine, OpenedModel(served, engine, weights_bytes, release_weights, variants, useful_bytes)
+    return OpenedModel(served, engine, weights_bytes, release_weights, variants, useful_bytes)
 
 
 def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) -> ServedModel:

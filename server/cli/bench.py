@@ -11,14 +11,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from models.names import settle
 from models.texts import grouped, size_text
 from server.app.config import ConfigError, ServerConfig, StartError
 from server.app.memory_budget import Claim, read_machine, running, runtime_folder
@@ -44,7 +43,6 @@ def bench(
     others = running(runtime_folder(os.environ))
     if others and not is_forced:
         raise StartError(f"{_beside(others)}, which would distort the figures: stop it, or say --force")
-    config = replace(config, models=(settle(config.models[0]),))
     with loading(config.models[0]) as fast_blas:
         import server.measure  # noqa: F401 - mlx-lm comes with it, and takes seconds
 

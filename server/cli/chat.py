@@ -24,7 +24,6 @@ import typer
 from rich.console import Console
 
 from models.errors import ModelError, told_as
-from models.names import settle
 from models.output.pieces import Reasoning, Text
 from models.prompt.shapes import Message
 from server.app.config import ServerConfig
@@ -60,7 +59,7 @@ def chat_somewhere(config: ServerConfig, opening: "Opening", api_key: str | None
         return chat(JoinedModels(served), opening, f" · joined the server at {served.url}")
     from server.cli.pull import offer
 
-    name = offer(config.models[0]) or settle(config.models[0])
+    name = offer(config.models[0]) or config.models[0]
     with loading(name):
         from server.cli.repl.local import LocalModels
     configure_logging("warning")

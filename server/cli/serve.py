@@ -36,7 +36,7 @@ from cache.disk import model_folders
 from models import weights
 from models.errors import told_as
 from models.fast_blas import ADVICE
-from models.names import model_id, resolve
+from models.names import model_id
 from models.precision import Precision
 from models.texts import grouped, size_text
 from server.api.app import create_pool_app, start_draining
@@ -47,7 +47,7 @@ from server.app.config import MAX_FILES, ConfigError, ServerConfig, StartError
 from server.app.keys import read_keys
 from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
-from server.app.service import Service, ServiceOpener, find_float32_bytes, open_service, pool_memory, source_of
+from server.app.service import Service, open_service, source_of
 from server.app.upkeep import Upkeep, exclude_from_backups
 from server.cli.bench import kernels_text
 from server.cli.keys import Sigterm, interruptible
@@ -279,8 +279,8 @@ def _check_cache_dir(config: ServerConfig) -> None:
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     exclude_from_backups(folder)
-    name = config.models[0]
-    own_folder = model_folders.place(folder, model_id(name), weights.fingerprint(resolve(name)))
+    source = source_of(config.models[0])
+    own_folder = model_folders.place(folder, source.id, weights.fingerprint(source.path))
     if model_folders.is_in_use(own_folder):
         raise DiskInUse(own_folder)
 
@@ -311,16 +311,14 @@ def _start(config: ServerConfig, console: Console, around: Surroundings) -> Serv
 
 
 def _make_pool(service: Service, config: ServerConfig, around: Surroundings) -> ModelPool:
-    first = source_of(config.models[0])
+    first, opener = service.source, service.opener
     others = [source_of(name) for name in config.models[1:]]
     taken = {name for source in (first, *others) for name in (source.id, source.name)} & set(service.opened.variants)
     if taken:
         raise StartError(f"{min(taken)} is the name of a model and of an adapter; give the adapter another one")
     sources = [first, *(replace(first.plain, adapter=name) for name in service.opened.variants), *others]
-    machine = read_machine(mx.device_info())
-    memory = pool_memory(config, machine, around.others)
     settings = PoolSettings(
-        memory,
+        opener.memory,
         max_models=config.max_models,
         keep_alive_seconds=None if config.keep_alive is None else parse_keep_alive(config.keep_alive),
         aliases=tuple(map(parse_alias, config.aliases)),
@@ -328,7 +326,6 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings) -> 
         wire=lambda num_bytes, is_quiet: service.wiring.update(num_bytes, is_quiet=is_quiet),
     )
     catalog = Catalog(sources, has_others=config.max_models != 1)
-    opener = ServiceOpener(config, memory, find_float32_bytes(machine, around.others))
     pool = ModelPool(catalog, [service.opened], opener, settings)
     budgets = pool.budgets
 

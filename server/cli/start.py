@@ -2,13 +2,12 @@
 
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from models.names import resolve, settle
+from models.names import resolve
 from server.app.memory_budget import runtime_folder
 from server.cli.config import load_model_config, with_settings
 from server.cli.keys import keys_unseen, loading
@@ -19,7 +18,6 @@ from server.cli.options import USUAL_MODEL, Key
 def serve(**given: Any) -> None:
     """Serves until asked to stop; raises ConfigError, StartError, ModelError and FolderError."""
     config = load_model_config(given, os.environ)
-    config = replace(config, models=tuple(map(settle, config.models)))
     for name in config.models[1:]:
         resolve(name)
     with loading(config.models[0]) as fast_blas:

@@ -42,7 +42,7 @@ from server.pool.names import (
     served_instead,
     spellings,
 )
-from server.pool.served import ListedModel, ModelFacts, ServedModel
+from server.pool.served import ListedModel, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -163,12 +163,8 @@ class ModelPool:
     def _described(self, source: ModelSource) -> ListedModel:
         member = self.find_loaded(source.id)
         if member is not None:
-            served = member.served(source)
-            known = (served.id, served.created, served.context_tokens, served.facts)
-            return ListedModel(*known, served=served, parent_id=served.parent_id)
-        if self._opener is None:
-            return ListedModel(source.name, 0, None, ModelFacts())
-        return self._opener.describe(source)
+            return member.served(source)
+        return ListedModel(source.name) if self._opener is None else self._opener.describe(source)
 
     def source_of(self, name: str | None) -> ModelSource:
         """What a name means; without one the default or only model. For any thread; reads the disk.

@@ -64,17 +64,26 @@ MAX_PREVIEWS = 16_384
 
 
 @dataclass(frozen=True, eq=False)
-class ServedModel:
-    """One loaded model as clients see it."""
+class ListedModel:
+    """A model that requests may name, and known facts."""
 
     id: str
+    created: int = 0
+    """Seconds since 1970."""
+    context_tokens: int | None = None
+    """The most tokens of prompt and answer together, by model and configuration."""
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    parent_id: str | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServedModel(ListedModel):
+    """One loaded model as clients see it."""
+
+    context_tokens: int
     renderer: ChatRenderer
     token_texts: Detokenizer
-    context_tokens: int
-    """The most tokens of prompt and answer together, by model and configuration."""
     vocab_size: int
-    created: int
-    """Seconds since 1970."""
     tool_syntax: ToolSyntax | None = None
     """None: calls stay text."""
     reasoning_format: ReasoningFormat | None = None
@@ -88,10 +97,8 @@ class ServedModel:
     """Set if the model judges documents."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Defaults for fields missing in a request."""
-    facts: ModelFacts = field(default_factory=ModelFacts)
     adapter: Adapter | None = None
     """None for a base model."""
-    parent_id: str | None = None
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     """Other defaults; sampling and context have their own fields."""
     tool_orders: ToolOrders = field(default_factory=ToolOrders)
@@ -166,16 +173,3 @@ class ServedModel:
         if thinking is None:
             return answer
         return ReasoningParser(thinking.reasoning_format, answer, is_open=thinking.is_open)
-
-
-@dataclass(frozen=True, eq=False)
-class ListedModel:
-    """A model that requests may name, and known facts."""
-
-    id: str
-    created: int
-    """Seconds since 1970."""
-    context_tokens: int | None
-    facts: ModelFacts
-    served: ServedModel | None = None
-    parent_id: str | None = None

@@ -257,9 +257,9 @@ def test_a_family_is_the_largest_of_its_models_that_is_here(hub_cache: Path) -> 
     for size in ("1.7B", "4B"):
         folder = write_download(hub_cache, f"mlx-community/Qwen3-{size}-4bit")
         assert resolve("qwen3") == resolve("Qwen3:latest") == folder
-    assert names.settle("qwen3") == "qwen3:4b"
+    assert names.model_id("qwen3") == "qwen3:4b"
     assert names.identity_of(installed_place("qwen3")) == "mlx-community/Qwen3-4B-4bit"
-    assert names.settle("org/name") == "org/name"
+    assert names.model_id("org/name") == "org/name"
     with pytest.raises(ModelNotFound, match="No model of the family gemma3 is on this machine"):
         installed_place("gemma3")
 

@@ -143,7 +143,7 @@ async def ps(request: Request) -> Response:
 def show(context: ApiContext, incoming: Incoming) -> Payload:
     """Describes one model; of an unloaded one, what its files tell."""
     model = find_named(context.pool.describe, parse_body(OllamaNameBody, incoming.fields).named)
-    served, stored = model.served, _stored(model)
+    served, stored = model if isinstance(model, ServedModel) else None, _stored(model)
     defaults = ModelDefaults() if stored is None else stored.defaults
     parameters = list((defaults if served is None else _defaults(served)).parameters())
     plain = "\n".join([f"FROM {model.id}", *(f"PARAMETER {name} {value}" for name, value in parameters)])
@@ -192,7 +192,7 @@ def _running(model: ServedModel, idle_seconds_left: float) -> RunningBody:
     }
 
 
-def _details(model: ServedModel | ListedModel) -> DetailsBody:
+def _details(model: ListedModel) -> DetailsBody:
     facts = model.facts
     return {
         "parent_model": model.parent_id or "",
@@ -222,7 +222,7 @@ def _defaults(model: ServedModel) -> ModelDefaults:
     return ModelDefaults(sampling=sampling, stop=model.defaults.stop, context_tokens=model.context_tokens)
 
 
-def _head(model: ServedModel | ListedModel) -> NamedBody:
+def _head(model: ListedModel) -> NamedBody:
     # Ollama's clients expect a name with a tag.
     name = model.id if ":" in model.id else model.id + LATEST
     digest = hashlib.sha256((model.facts.fingerprint or model.id).encode()).hexdigest()

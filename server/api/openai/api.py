@@ -22,7 +22,7 @@ from server.api.errors import wrong
 from server.api.openai.generate import ROUTES
 from server.api.params import Incoming
 from server.api.wire import Payload, body_of, json_text
-from server.pool.served import ListedModel
+from server.pool.served import ListedModel, ServedModel
 
 _OF_VECTORS: Rules = refused("""
     a text that is too long is answered with an error, never cut: max_tokens_per_doc max_chunks_per_doc
@@ -210,18 +210,18 @@ def _body(model: ListedModel) -> ModelBody:
         owned_by=PRODUCT,
         root=model.parent_id or model.id,
         parent=model.parent_id,
-        loaded=model.served is not None,
+        loaded=isinstance(model, ServedModel),
         context_length=model.context_tokens,
-        tool_calls=None if model.served is None else model.served.tool_calls,
+        tool_calls=model.tool_calls if isinstance(model, ServedModel) else None,
         max_model_len=model.context_tokens,
     )
 
 
 def _lm_studio_model(model: ListedModel) -> Payload:
     """One model in LM Studio's words."""
-    facts, served, (publisher, _, name) = model.facts, model.served, model.id.rpartition("/")
+    facts, is_loaded, (publisher, _, name) = model.facts, isinstance(model, ServedModel), model.id.rpartition("/")
     bits, config = facts.weight_format.removesuffix("-bit"), {"context_length": model.context_tokens}
-    can = {"vision": False, "trained_for_tool_use": served is not None and served.tool_calls == "parsed"}
+    can = {"vision": False, "trained_for_tool_use": isinstance(model, ServedModel) and model.tool_calls == "parsed"}
     return {
         "type": "llm",
         "publisher": publisher,
@@ -231,7 +231,7 @@ def _lm_studio_model(model: ListedModel) -> Payload:
         "quantization": {"name": f"{bits}bit", "bits_per_weight": int(bits)} if bits.isdecimal() else None,
         "size_bytes": facts.stored_bytes,
         "params_string": f"{facts.num_parameters / 10**9:.2g}B" if facts.num_parameters else None,
-        "loaded_instances": [] if served is None else [{"id": model.id, "config": config}],
+        "loaded_instances": [{"id": model.id, "config": config}] if is_loaded else [],
         "max_context_length": model.context_tokens,
         "format": "mlx",
         "capabilities": can,
