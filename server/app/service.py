@@ -36,7 +36,7 @@ from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, MemoryPlan, read_machine
 from server.engine.engine import CALIBRATION_TOKENS, Engine, EngineConfig
 from server.pool.catalog import stored_source
-from server.pool.members import Around, OpenedModel
+from server.pool.members import Around, Member
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource, ModelTooLarge
 from server.pool.served import ListedModel, ModelFacts, ServedModel, architecture_facts
@@ -89,8 +89,7 @@ class Service:
 
     opener: "ServiceOpener"
     """Loads others, and this one again."""
-    source: ModelSource
-    opened: OpenedModel
+    opened: Member
     loaded: LoadedModel
     memory: MemoryPlan
     seconds_per_token: float | None
@@ -126,16 +125,15 @@ def open_service(
     loaded = _load(source, config, float32_bytes, tell)
     plan = _plan(config, machine, loaded, memory, others)
     _bound_pool(memory_budget.choose_pool_bytes(plan.budget_bytes))
-    opened = _opened(loaded, config, plan.weights_bytes, Around((), plan.budget_bytes))
+    opened = _opened(source, loaded, config, plan.weights_bytes, Around((), plan.budget_bytes))
     return Service(
         ServiceOpener(config, memory, float32_bytes),
-        source,
         opened,
         loaded,
         plan,
         seconds_per_token=None if _is_on_gpu() else seconds_per_token(loaded.model, _active_share(loaded.config)),
         wiring=Wiring(machine, is_wanted=config.wire_weights),
-        asked_for=opened.model.labelled(source.label, source.defaults) if source.label else opened.model,
+        asked_for=opened.served(source),
     )
 
 
@@ -169,7 +167,7 @@ class ServiceOpener:
         check(source.path, source.id)
         return _stored_bytes(source, self.config)
 
-    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> Member:
         """The model, its engine running.
 
         Raises ModelError, and ModelTooLarge where the weights take more than measured.
@@ -183,7 +181,7 @@ class ServiceOpener:
                 weights_bytes = _weights_bytes(loaded)
                 if not self.memory.fits([*around.weights, weights_bytes]):
                     raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
-                opened = _opened(loaded, self.config, weights_bytes, around)
+                opened = _opened(source, loaded, self.config, weights_bytes, around)
                 tell("trying it out")
                 opened.engine.start()
                 return opened
@@ -320,7 +318,9 @@ def source_of(name: str) -> ModelSource:
     return ModelSource(model_id(name), resolve(name))
 
 
-def _opened(loaded: LoadedModel, config: ServerConfig, weights_bytes: int, around: Around) -> OpenedModel:
+def _opened(
+    source: ModelSource, loaded: LoadedModel, config: ServerConfig, weights_bytes: int, around: Around
+) -> Member:
     tokenizer = loaded.tokenizer
     facts = ModelFacts(
         fingerprint=loaded.fingerprint,
@@ -337,9 +337,8 @@ def _opened(loaded: LoadedModel, config: ServerConfig, weights_bytes: int, aroun
     engine = Engine.for_model(loaded, _engine_config(config, around.budget_bytes, served), around.kept)
     adapters = () if loaded.adapters is None else loaded.adapters.adapters
     variants = {adapter.name: served.variant(adapter) for adapter in adapters}
-    release_weights = partial(_release, loaded)
-    useful_bytes = _useful_bytes(loaded, config)
-    return OpenedModel(served, engine, weights_bytes, release_weights, variants, useful_bytes)
+    release_weights, useful_bytes = partial(_release, loaded), _useful_bytes(loaded, config)
+    return Member(source, served, engine, weights_bytes, release_weights, variants, useful_bytes)
 
 
 def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) -> ServedModel:

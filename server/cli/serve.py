@@ -311,7 +311,7 @@ def _start(config: ServerConfig, console: Console, around: Surroundings) -> Serv
 
 
 def _make_pool(service: Service, config: ServerConfig, around: Surroundings) -> ModelPool:
-    first, opener = service.source, service.opener
+    first, opener = service.opened.source, service.opener
     others = [source_of(name) for name in config.models[1:]]
     taken = {name for source in (first, *others) for name in (source.id, source.name)} & set(service.opened.variants)
     if taken:

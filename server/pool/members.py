@@ -41,10 +41,11 @@ class Around:
     """State that the model left when it was unloaded; consumed."""
 
 
-@dataclass(frozen=True, eq=False)
-class OpenedModel:
-    """A model in memory, its engine running."""
+@dataclass(eq=False)
+class Member:
+    """A loaded model, its engine running."""
 
+    source: ModelSource
     model: ServedModel
     engine: Engine
     weights_bytes: int = 0
@@ -53,26 +54,8 @@ class OpenedModel:
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
     """By the adapter's name."""
     useful_bytes: int = UNBOUNDED_BYTES
-
-    @property
-    def models(self) -> Sequence[ServedModel]:
-        return self.model, *self.variants.values()
-
-    def unload(self) -> EngineState | None:
-        """Ends the engine, releases weights; returns state on no disk. Blocks; for any thread."""
-        state = self.engine.park()
-        self.release()
-        return state
-
-
-@dataclass(eq=False)
-class Member:
-    """A loaded model."""
-
-    source: ModelSource
-    opened: OpenedModel
-    budget_bytes: int
-    last_used: float
+    budget_bytes: int = 0
+    last_used: float = 0.0
     """When the model was loaded, or its last request ended."""
     keep_alive_seconds: float | None = None
     """How long a client asked the model to stay when idle."""
@@ -86,20 +69,30 @@ class Member:
     def __post_init__(self) -> None:
         self.idle.set()
 
+    @property
+    def models(self) -> Sequence[ServedModel]:
+        return self.model, *self.variants.values()
+
+    def unload(self) -> EngineState | None:
+        """Ends the engine, releases weights; returns state on no disk. Blocks; for any thread."""
+        state = self.engine.park()
+        self.release()
+        return state
+
     def served(self, source: ModelSource) -> ServedModel:
         """The same object for a source each time. For any thread."""
         if source.adapter is not None:
-            return self.opened.variants[source.adapter]
+            return self.variants[source.adapter]
         if source.label is None:
-            return self.opened.model
+            return self.model
         known = self._labelled.get(source.label)
         if known is None or known.defaults != source.defaults:
-            known = self._labelled[source.label] = self.opened.model.labelled(source.label, source.defaults)
+            known = self._labelled[source.label] = self.model.labelled(source.label, source.defaults)
         return known
 
     def has(self, model: ServedModel) -> bool:
         """Whether `served` returned this object and would return it again."""
-        return model in self.opened.models or self._labelled.get(model.id) is model
+        return model in self.models or self._labelled.get(model.id) is model
 
     @property
     def is_busy(self) -> bool:
@@ -107,20 +100,20 @@ class Member:
 
     @property
     def held_bytes(self) -> int:
-        cache = self.opened.engine.stats().cache
+        cache = self.engine.stats().cache
         return cache.stored_bytes + cache.live_bytes
 
     def use(self, now: float) -> ModelUse:
         """The facts for `memory`."""
-        cache = self.opened.engine.stats().cache
+        cache = self.engine.stats().cache
         # With a disk, a part of the budget is for state on its way there.
         moving_bytes = max(self.budget_bytes - cache.budget_bytes, 0) if cache.budget_bytes else 0
         return ModelUse(
             self.source.id,
             self.last_used,
-            self.opened.weights_bytes,
+            self.weights_bytes,
             max(self.held_bytes + moving_bytes, 1),  # a budget is never 0
-            self.opened.useful_bytes,
+            self.useful_bytes,
             self.is_busy,
             is_in_use=not self.is_leaving and (self.is_busy or now - self.last_used < IDLE_SECONDS),
             is_loaded=not self.is_leaving,
@@ -138,7 +131,7 @@ class Member:
 
     async def _resize(self, budget_bytes: int) -> bool:
         try:
-            if await self.opened.engine.try_resize(budget_bytes):
+            if await self.engine.try_resize(budget_bytes):
                 return False
         except QueueFull:
             return False
@@ -182,7 +175,7 @@ class Budgets:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(member.opened.weights_bytes for member in self.members.values())
+        return sum(member.weights_bytes for member in self.members.values())
 
     @property
     def needed_bytes(self) -> int:
@@ -192,7 +185,7 @@ class Budgets:
 
     def has_due(self, member: Member) -> bool:
         """Whether a model has, and is to keep, its due budget."""
-        return min(member.budget_bytes, member.planned_bytes) >= min(self._due_bytes, member.opened.useful_bytes)
+        return min(member.budget_bytes, member.planned_bytes) >= min(self._due_bytes, member.useful_bytes)
 
     def plan(self) -> dict[str, int]:
         """The budgets with the joining model, without the leaving ones."""
@@ -243,7 +236,7 @@ class Budgets:
             return has_changed
         parts = {model_id: limit.max_bytes * num_bytes // total_bytes for model_id, num_bytes in held.items()}
         for member in self.members.values():
-            member.opened.engine.execute_later(limit_idle, parts[member.source.id])
+            member.engine.execute_later(limit_idle, parts[member.source.id])
         self._shrink_unloaded(parts, "other programs")
         return has_changed
 

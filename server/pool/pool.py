@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from cache.budget import FolderError
@@ -24,7 +23,7 @@ from models.texts import size_text
 from server.engine.engine import Engine
 from server.engine.request import EngineStopped
 from server.pool.catalog import Catalog
-from server.pool.members import Around, Budgets, Member, ModelHold, OpenedModel
+from server.pool.members import Around, Budgets, Member, ModelHold
 from server.pool.memory import SMALLEST_PART_BYTES, ModelUse, PoolSettings, choose_to_unload
 from server.pool.names import (
     FOREVER,
@@ -57,7 +56,7 @@ class Opener(Protocol):
     def measure(self, source: ModelSource) -> int:
         """Checks the files; returns about how many bytes the weights will take."""
 
-    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> Member:
         """The model, its engine running. `tell` is told each step, and may raise."""
 
     def describe(self, source: ModelSource) -> ListedModel:
@@ -104,7 +103,7 @@ class ModelPool:
     def __init__(
         self,
         catalog: Catalog,
-        opened: Sequence[OpenedModel] = (),
+        opened: Sequence[Member] = (),
         opener: Opener | None = None,
         settings: PoolSettings | None = None,
         *,
@@ -123,15 +122,14 @@ class ModelPool:
         self.is_closed = False
         state_bytes = settings.memory.for_state([one.weights_bytes for one in opened]) // max(len(opened), 1)
         for one in opened:
-            source = catalog.find(one.model.id) or ModelSource(one.model.id, Path())
-            self.loaded[source.id] = Member(source, one, min(state_bytes, one.useful_bytes), clock())
+            one.budget_bytes, one.last_used = min(state_bytes, one.useful_bytes), clock()
+            self.loaded[one.source.id] = one
         self.budgets.plan()
 
     @classmethod
-    def of(cls, *opened: OpenedModel) -> "ModelPool":
+    def of(cls, *opened: Member) -> "ModelPool":
         """A pool of models that all stay loaded."""
-        sources = [ModelSource(one.model.id, Path(one.model.id)) for one in opened]
-        return cls(Catalog(sources, has_others=False), opened)
+        return cls(Catalog([one.source for one in opened], has_others=False), opened)
 
     # ------------------------------------------------------------------------------------------ looking things up
 
@@ -142,11 +140,11 @@ class ModelPool:
 
     @property
     def served(self) -> Sequence[ServedModel]:
-        return [model for member in self.members for model in member.opened.models]
+        return [model for member in self.members for model in member.models]
 
     @property
     def engines(self) -> Mapping[str, Engine]:
-        return {member.source.id: member.opened.engine for member in self.members}
+        return {member.source.id: member.engine for member in self.members}
 
     def idle_seconds_left(self, member: Member) -> float:
         """Infinite if the model stays."""
@@ -423,7 +421,7 @@ class ModelPool:
         logger.info("loading %s", source.id)
         self.on_change(ModelChange("loading", source.id))
         former = self.budgets.unloaded.pop(source.id, None)
-        weights = [member.opened.weights_bytes for member in self.loaded.values()]
+        weights = [member.weights_bytes for member in self.loaded.values()]
         around = Around(weights, budget_bytes, former)
 
         def tell(step: str) -> None:
@@ -431,7 +429,7 @@ class ModelPool:
                 raise EngineStopped("the server is stopping")
             loading.step = step
 
-        def run() -> OpenedModel:
+        def run() -> Member:
             opened = opener.open(source, around, tell)
             if self.is_closed:
                 opened.unload()
@@ -439,14 +437,15 @@ class ModelPool:
             return opened
 
         try:
-            opened = await _checked(source, on_thread("mlx-serve-loader", run))
+            member = await _checked(source, on_thread("mlx-serve-loader", run))
         except Exception:
             if former is not None:
                 self.budgets.unloaded[source.id] = former
             raise
         if former is not None and not former.num_bytes:
             self.budgets.on_given_up(source.id)
-        member = self.loaded[source.id] = Member(source, opened, budget_bytes, self._clock())
+        member.budget_bytes, member.last_used = budget_bytes, self._clock()
+        self.loaded[source.id] = member
         await self._wire()
         seconds = self._clock() - began
         logger.info("loaded %s in %.1f s", source.id, seconds)
@@ -459,7 +458,7 @@ class ModelPool:
         for member in leaving:
             model_id = member.source.id
             del self.loaded[model_id]
-            state = await asyncio.to_thread(member.opened.unload)
+            state = await asyncio.to_thread(member.unload)
             await self._wire()
             if state is not None:
                 state.last_used = member.last_used
@@ -508,18 +507,18 @@ class ModelPool:
     async def drain(self, timeout_seconds: float) -> bool:
         """Refuses new requests; returns whether running ones ended in time."""
         self.close()
-        engines = [member.opened.engine for member in self.members]
+        engines = [member.engine for member in self.members]
         return all(await asyncio.gather(*(engine.drain(timeout_seconds) for engine in engines)))
 
     @property
     def num_running(self) -> int:
-        return sum(member.opened.engine.stats().num_open for member in self.members)
+        return sum(member.engine.stats().num_open for member in self.members)
 
     def stop(self) -> None:
         """Ends all engines. Blocks; for any thread, once the pool is otherwise quiet."""
         self.is_closed = True
         for member in self.members:
-            member.opened.engine.stop()
+            member.engine.stop()
 
 
 async def _checked(source: ModelSource, work: Awaitable[Result]) -> Result:

@@ -18,10 +18,10 @@ from server.app.upkeep import Awake, Upkeep, exclude_from_backups
 from server.engine.commands import limit_idle
 from server.engine.request import EngineStats
 from server.pool.catalog import Catalog
-from server.pool.members import OpenedModel
 from server.pool.memory import PoolMemory, PoolSettings, Pressure
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
+from tests.support.apps import member
 from tests.support.fake_engine import FakeEngine, fake_model
 
 
@@ -46,7 +46,7 @@ class Caffeinate:
 
 
 def pool_of(*engines: FakeEngine) -> ModelPool:
-    return ModelPool.of(*(OpenedModel(fake_model(id=f"m{number}"), one) for number, one in enumerate(engines)))
+    return ModelPool.of(*(member(fake_model(id=f"m{number}"), one) for number, one in enumerate(engines)))
 
 
 def test_an_engine_that_ended_is_told_in_the_next_round() -> None:
@@ -192,7 +192,7 @@ def test_a_server_makes_way_for_another_that_needs_memory_and_grows_once_that_en
 
         def __init__(self, pid: int, total_bytes: int) -> None:
             self.engine = Holding()
-            opened = OpenedModel(fake_model(id="m"), self.engine, weights_bytes=1 << 30)
+            opened = member(fake_model(id="m"), self.engine, weights_bytes=1 << 30)
             catalog = Catalog([ModelSource("m", Path("m"))], has_others=False)
             self.pool = ModelPool(catalog, [opened], None, PoolSettings(PoolMemory(total_bytes)))
             self.claim, _ = memory_budget.take(tmp_path / "run", Claim(pid, "", 0, ""))

@@ -1,6 +1,7 @@
 """Applications that serve one model."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from starlette.applications import Starlette
 
@@ -9,9 +10,15 @@ from server.api.dialect import Dialect
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing
 from server.engine.engine import Engine
-from server.pool.members import OpenedModel
+from server.pool.members import Member
+from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
 from server.pool.served import ServedModel
+
+
+def member(model: ServedModel, engine: Engine, weights_bytes: int = 0) -> Member:
+    """A loaded model whose folder has its id."""
+    return Member(ModelSource(model.id, Path(model.id)), model, engine, weights_bytes)
 
 
 def create_app(
@@ -22,4 +29,4 @@ def create_app(
     keys: KeyRing | None = None,
 ) -> Starlette:
     """The application that serves one model by `engine`."""
-    return create_pool_app(ModelPool.of(OpenedModel(model, engine)), config, apis, keys)
+    return create_pool_app(ModelPool.of(member(model, engine)), config, apis, keys)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models.errors import ModelBroken
 from server.pool.catalog import Catalog
-from server.pool.members import Around, OpenedModel
+from server.pool.members import Around, Member
 from server.pool.names import ModelSource
 from server.pool.served import ListedModel, ModelFacts
 from tests.support.fake_engine import FakeEngine, fake_model
@@ -40,7 +40,7 @@ class FakeOpener:
             raise ModelBroken(f"{source.id}: model.safetensors is missing")
         return self.sizes.get(source.id, 1)
 
-    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> Member:
         self.opened.append(source.id)
         tell("reading weights")
         self.has_begun.set()
@@ -49,7 +49,7 @@ class FakeOpener:
         if source.id in self.broken:
             raise ModelBroken(f"{source.id} is damaged")
         engine = self.engines[source.id] = FakeEngine(budget_bytes=around.budget_bytes)
-        return OpenedModel(fake_model(id=source.id), engine, self.sizes.get(source.id, 1))
+        return Member(source, fake_model(id=source.id), engine, self.sizes.get(source.id, 1))
 
     def describe(self, source: ModelSource) -> ListedModel:
         return ListedModel(source.id, 1_600_000_000, 100, ModelFacts(architecture="fake"))

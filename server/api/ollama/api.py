@@ -135,7 +135,7 @@ async def version(request: Request) -> Response:
 async def ps(request: Request) -> Response:
     """Lists the models that are loaded."""
     pool = context_of(request).pool
-    running = [_running(one.opened.model, pool.idle_seconds_left(one)) for one in pool.members]
+    running = [_running(one.model, pool.idle_seconds_left(one)) for one in pool.members]
     return JsonBody({"models": running})
 
 

@@ -694,7 +694,7 @@ def test_a_server_grows_to_a_quarter_of_the_machine_once_another_has_ended(
             await upkeep.tick()
             await asyncio.gather(*pool._background)
 
-        assert member.budget_bytes == GB - member.opened.weights_bytes
+        assert member.budget_bytes == GB - member.weights_bytes
         asyncio.run(grow())
         assert member.budget_bytes == 2 * GB
         assert upkeep.read_pressure is not None and upkeep.read_pressure() in Pressure

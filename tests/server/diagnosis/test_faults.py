@@ -28,10 +28,9 @@ from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, pl
 from server.doctor.recorded import checkups_of, read_requests
 from server.engine.commands import clear_cache
 from server.engine.engine import Engine
-from server.pool.members import OpenedModel
 from server.pool.pool import ModelPool
 from tests.support import tiny_models
-from tests.support.apps import create_app
+from tests.support.apps import create_app, member
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.faults import FAULTS, NEED_A_NAME, NUM_TURNS, Body, Fault, turns_of
 
@@ -353,7 +352,7 @@ def test_another_model_key_or_salt_is_told_from_a_recording(
 
 def test_another_model_is_told_at_once() -> None:
     models = [fake_model(id=name, context_tokens=2000) for name in ("one", "other")]
-    app = create_pool_app(ModelPool.of(*(OpenedModel(model, FakeEngine()) for model in models)), ServerConfig())
+    app = create_pool_app(ModelPool.of(*(member(model, FakeEngine()) for model in models)), ServerConfig())
     case = Case(TestClient(app), "key", "s")
     messages = [{"role": "user", "content": "What is 5 plus 6?"}]
     reply = case.ask({"messages": messages}, model="one")["choices"][0]["message"]

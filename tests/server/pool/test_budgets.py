@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cache.budget import CacheStats
 from server.engine.request import EngineStats
-from server.pool.members import Around, OpenedModel
+from server.pool.members import Around, Member
 from server.pool.memory import IDLE_SECONDS, PoolMemory, PoolSettings
 from server.pool.names import ModelSource, PoolBusy
 from server.pool.pool import ModelPool
@@ -67,7 +67,7 @@ class LedgerOpener(FakeOpener):
     """In bytes by id; what is not there can use everything."""
     ledgers: Ledgers = field(default_factory=lambda: Ledgers(TOTAL))
 
-    def open(self, source: ModelSource, around: Around, tell: Any) -> OpenedModel:
+    def open(self, source: ModelSource, around: Around, tell: Any) -> Member:
         opened = super().open(source, around, tell)
         engine = LedgerEngine()
         engine.name, engine.ledgers = source.id, self.ledgers
@@ -117,7 +117,7 @@ class World:
 
     async def hold(self, name: str) -> Any:
         member = self.pool.loaded.get(name)
-        hold = None if member is None else self.pool.try_hold(member.opened.model)
+        hold = None if member is None else self.pool.try_hold(member.model)
         return hold or await self.pool.load(self.pool.source_of(name))
 
     async def settled(self) -> None:
@@ -156,7 +156,7 @@ def test_a_model_that_can_use_little_leaves_the_rest_to_others_and_is_asked_with
         (await world.hold("b")).close()
         await world.settled()
         assert (world.budget("a"), world.budget("b")) == (500, 3500)
-        hold = world.pool.try_hold(world.pool.loaded["a"].opened.model)
+        hold = world.pool.try_hold(world.pool.loaded["a"].model)
         assert hold is not None, "its due is more than it can use"
         hold.close()
 
@@ -275,7 +275,7 @@ def test_a_model_goes_on_while_another_is_loaded() -> None:
         waiting = asyncio.ensure_future(world.use("b", 0))
         await until(lambda: world.pool.loading.get("b") == "reading weights")
         assert world.budget("a") == 2000, "the memory of the other is set aside"
-        model = world.pool.loaded["a"].opened.model
+        model = world.pool.loaded["a"].model
         hold = world.pool.try_hold(model)
         assert hold is not None, "it would wait for a loading that does not concern it"
         hold.close()

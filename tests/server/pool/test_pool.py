@@ -64,7 +64,7 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_once_for_all_who_wait() -> N
 
     async def test() -> None:
         holds = await asyncio.gather(*(held(pool, name) for name in ("b", "gpt-4", "b:latest", "a")))
-        assert [hold.member.opened.model.id for hold in holds] == ["b", "b", "b", "a"]
+        assert [hold.member.model.id for hold in holds] == ["b", "b", "b", "a"]
         assert sorted(opener.opened) == ["a", "b"]
         assert [member.num_holds for member in pool.members if member.source.id == "b"] == [3]
         for hold in holds:
@@ -99,7 +99,7 @@ def test_an_idle_model_makes_way_and_a_busy_one_is_waited_for() -> None:
         assert list(pool.engines) == ["b"] and not opener.engines["a"].is_running
         second.close()
         third = await later
-        assert third.member.opened.model.id == "a" and opener.opened == ["a", "b", "a"]
+        assert third.member.model.id == "a" and opener.opened == ["a", "b", "a"]
 
     run(test)
 
@@ -114,7 +114,7 @@ def test_a_model_that_does_not_come_in_time_leaves_all_as_it_was(monkeypatch: py
         error = await raised(held(pool, "b"), PoolBusy)
         assert "b fits only once a have finished" in str(error) or "a" in str(error)
         again = pool.try_hold(pool.find("a"))
-        assert again is not None and again.member.opened.model is hold.member.opened.model
+        assert again is not None and again.member.model is hold.member.model
 
     run(test)
 
@@ -130,7 +130,7 @@ def test_who_gives_up_before_anything_was_read_takes_nothing_with_it() -> None:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert not pool.loading
-        await until(lambda: pool.try_hold(hold.member.opened.model) is not None)
+        await until(lambda: pool.try_hold(hold.member.model) is not None)
         hold.close()
         assert opener.opened == ["a"]
 
@@ -191,7 +191,7 @@ def test_a_model_that_cannot_be_loaded_costs_nobody_anything(fault: str) -> None
             await until(lambda: "a" in pool.engines)
         else:
             assert opener.opened == ["a"] and opener.engines["a"].is_running, "it made way in vain"
-        assert (await held(pool, "a")).member.opened.model.id == "a"
+        assert (await held(pool, "a")).member.model.id == "a"
 
     run(test)
 
@@ -251,7 +251,7 @@ def test_a_hold_on_a_model_that_was_loaded_again_is_refused() -> None:
         hold.close()
         await pool.unload(pool.source_of("a"))
         (await held(pool, "a")).close()
-        assert pool.try_hold(hold.member.opened.model) is None
+        assert pool.try_hold(hold.member.model) is None
 
     run(test)
 
@@ -336,7 +336,7 @@ def test_twenty_clients_that_name_models_at_random_are_all_served(max_models: in
         for turn in range(10):
             name = chance.choice("abc")
             hold = await held(pool, name)
-            assert hold.member.opened.model.id == name and opener.engines[name].is_running
+            assert hold.member.model.id == name and opener.engines[name].is_running
             assert sum(opener.sizes[one] for one in pool.engines) <= 1000 * MIB
             assert max_models is None or len(pool.engines) <= max_models
             for _ in range(chance.randrange(4)):

@@ -17,7 +17,7 @@ from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import ServiceOpener
 from server.pool.catalog import Catalog
-from server.pool.members import Around, OpenedModel
+from server.pool.members import Around, Member
 from server.pool.memory import PoolMemory, PoolSettings
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
@@ -35,7 +35,7 @@ class PausingOpener(ServiceOpener):
 
     may_finish: threading.Event
 
-    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> Member:
         def paused(step: str) -> None:
             tell(step)
             if step == "trying it out":
@@ -118,7 +118,7 @@ def test_a_conversation_is_found_again_when_its_model_is_loaded_again(several: S
 def test_an_unloaded_model_leaves_no_weights_behind(several: Several) -> None:
     several.ask("llama")
     several.ask("lfm2")
-    weights = {member.source.id: member.opened.weights_bytes for member in several.pool.members}
+    weights = {member.source.id: member.weights_bytes for member in several.pool.members}
     before = mx.get_active_memory()
     several.unload("lfm2")
     # What its conversations leave there is less than its weights, which are small themselves.
