@@ -8,10 +8,11 @@ import asyncio
 import hashlib
 import math
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final, Literal, NotRequired, TypeAlias
 
 from pydantic import Field
@@ -155,7 +156,7 @@ def show(context: ApiContext, incoming: Incoming) -> Payload:
         "details": _details(model),
         "model_info": _model_info(model),
         "capabilities": ["completion"] if served is None else _capabilities(served),
-        "modified_at": _time(model.created if stored is None else stored.modified.timestamp()),
+        "modified_at": _time(model.created if stored is None else int(stored.modified.timestamp())),
     }
     if defaults.system:
         shown["system"] = defaults.system
@@ -288,7 +289,7 @@ CreateStatus: TypeAlias = dict[Literal["status"], str]
 async def create_model(request: Request) -> Response:
     """Makes a model from another; raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, CreateBody, _IN_CREATE, "names models")
-    await asyncio.to_thread(_create, context_of(request), body.named, _asked(body), "model")
+    await asyncio.to_thread(_create, context_of(request), body.named, partial(_asked, body), "model")
     if body.stream is False:
         return JsonBody({"status": STEPS[-1]})
     lines = b"".join(line({"status": step}) for step in STEPS)
@@ -298,7 +299,8 @@ async def create_model(request: Request) -> Response:
 async def copy_model(request: Request) -> Response:
     """Gives a model another name, whatever had it. Raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, CopyBody, {}, "names models")
-    await asyncio.to_thread(_create, context_of(request), body.destination, Modelfile(body.source), "destination")
+    told = partial(Modelfile, body.source)
+    await asyncio.to_thread(_create, context_of(request), body.destination, told, "destination")
     return JsonBody({})
 
 
@@ -309,8 +311,9 @@ async def delete_model(request: Request) -> Response:
     return JsonBody({})
 
 
-def _create(context: ApiContext, named: str, told: Modelfile, param: str) -> None:
-    name, source = _free(context, named, param), _source(context, told.base)
+def _create(context: ApiContext, named: str, ask: Callable[[], Modelfile], param: str) -> None:
+    name, told = _free(context, named, param), ask()
+    source = _source(context, told.base)
     with _refusing("parameters"):
         library.create(name, _place(source), replace(told, base=source.name))
 

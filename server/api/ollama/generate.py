@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, NotRequired, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from cache.snapshots import RestorePoint, RestorePointKind
@@ -74,6 +75,12 @@ KeepAlive = Annotated[float | None, BeforeValidator(lambda value: None if value 
 """Seconds, infinite for "for ever", in any form that clients write; None if the request does not say."""
 
 
+def _think(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or value in ("high", "medium", "low", "max"):
+        return value
+    raise PydanticCustomError("think", 'Input should be true, false, "high", "medium", "low" or "max"')
+
+
 class OllamaBody(BodyModel):
     """Fields of a request for text."""
 
@@ -82,7 +89,7 @@ class OllamaBody(BodyModel):
     """Streamed unless false."""
     format: Format = None
     """"json" allows any object."""
-    think: Literal[True, False, "high", "medium", "low", "max"] | None = None
+    think: Annotated[bool | str | None, BeforeValidator(_think)] = None
     options: params.Options | None = None
     keep_alive: KeepAlive = None
 

@@ -98,7 +98,8 @@ class ResponsesBody(InputBody, types.SharedBody):
         """The answer's grammar."""
         if self.text is None or (wanted := self.text.format) is None:
             return None
-        return types.format_grammar("text.format", wanted.type, wanted.schema_, wanted.strict)
+        schema = wanted.schema_ if wanted.type == "json_schema" else None
+        return types.format_grammar("text.format", wanted.type, schema, wanted.strict)
 
 
 LEFT_OUT: Final = ("web_search", "web_search_preview", "image_generation")

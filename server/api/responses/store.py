@@ -212,9 +212,10 @@ class ResponseStore:
         max_bytes = MAX_MEMORY_BYTES if self._path is None else MAX_DISK_BYTES
         while True:
             number, num_bytes = database.execute(_SIZE).fetchone()
-            if number <= MAX_RESPONSES and num_bytes <= max_bytes:
+            is_within = number <= MAX_RESPONSES and num_bytes <= max_bytes
+            if is_within or (oldest := database.execute(_OLDEST).fetchone()) is None:
                 return
-            is_chain, *place = database.execute(_OLDEST).fetchone()
+            is_chain, *place = oldest
             for statement in _CHAIN_DELETION if is_chain else _CONVERSATION_DELETION:
                 database.execute(statement, place)
 

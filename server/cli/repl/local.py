@@ -102,8 +102,7 @@ class LocalModels:
         return GenerationRequest(
             request_id=f"run-{next(self._request_numbers)}",
             tokens=prompt.tokens,
-            # The engine bounds it by the context.
-            max_tokens=parameters.get(MAX_TOKENS, model.defaults.max_tokens or left_tokens),
+            max_tokens=min(left_tokens, parameters.get(MAX_TOKENS, model.defaults.max_tokens or left_tokens)),
             stop=model.defaults.stop,
             sampling=replace(model.sampling, **sampling),
             session_id=f"run-{number}",

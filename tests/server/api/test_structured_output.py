@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from models.names import DEMO_FOLDER
+from server.api.responses.conversation import ResponsesBody
 from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
 
@@ -187,3 +188,11 @@ def test_a_bound_answer_begins_no_thought_that_its_template_would_begin(asked: b
         fields = {"extra_body": {} if asked is None else {"enable_thinking": asked}}
         answer = demo.ask(user("Hello!"), response_format={"type": "json_object"}, max_tokens=30, **fields)
         assert bool(getattr(answer.choices[0].message, "reasoning_content", None)) is thinks
+
+
+def test_a_response_of_any_object_is_bound_by_no_schema() -> None:
+    """OpenAI's `text.format` has a schema only where its type is "json_schema"."""
+    told = {"format": {"type": "json_object", "schema": {"type": "integer"}}}
+    bound = ResponsesBody.model_validate({"model": "x", "input": "x", "text": told}).answer_grammar()
+    plain = ResponsesBody.model_validate({"model": "x", "input": "x", "text": {"format": {"type": "json_object"}}})
+    assert bound is not None and bound == plain.answer_grammar()

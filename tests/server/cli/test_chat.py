@@ -22,6 +22,7 @@ import pytest
 from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
+from models.store.stored_model import ModelDefaults
 from server.cli.chat import Chat, Opening, chat
 from server.cli.repl.conversation import Dialogue, describe_timings
 from server.cli.repl.terminal import Screen
@@ -94,6 +95,9 @@ def test_the_answer_may_fill_the_context_and_samples_as_the_model_recommends() -
     [request] = talk.engine.requests
     assert request.max_tokens == 50 - len("user: Hi")
     assert request.sampling == sampling
+    bounded = Talk("Hi", "/set max_tokens 10000", "Hi", context_tokens=50, defaults=ModelDefaults(max_tokens=400))
+    bounded.run()
+    assert [request.max_tokens + len(request.tokens) for request in bounded.engine.requests] == [50, 50]
 
 
 def test_lines_continue_after_a_backslash_and_between_quotes() -> None:
