@@ -20,7 +20,7 @@ from urllib.parse import unquote
 from models.errors import ModelBroken, ModelError, ModelNotFound, told_as
 from models.store.manifest import user_manifest
 from models.store.stored_model import StoredModel, WeightsPlace
-from models.weights import ADVICE, MTP_FILE, other_formats, read_json
+from models.weights import ADVICE, MTP_FILE, missing_files, other_formats, read_json
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
@@ -371,16 +371,6 @@ def _is_complete(folder: Path) -> bool:
     with contextlib.suppress(OSError):
         return not missing_files(folder)
     return False
-
-
-def missing_files(folder: Path) -> list[str]:
-    """What a model in `folder` lacks."""
-    missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    index = read_json(folder / "model.safetensors.index.json")
-    shards = sorted(set(index.get("weight_map", {}).values()))
-    if not shards and not any(folder.glob("model*.safetensors")):
-        shards = ["model.safetensors"]
-    return missing + [shard for shard in shards if not (folder / shard).is_file()]
 
 
 def cache_folder() -> Path:

@@ -7,6 +7,7 @@ shape and place. MLX trusts the header and reads lazily: a file cut short would 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def find_weight_files(folder: Path) -> list[Path]:
     for file in files:
         read_header(file)
     return files
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a model in `folder` lacks, so far as its index can be read."""
+    shards: list[str] = []
+    with suppress(ModelBroken):
+        shards = sorted(_files_of_index(folder))
+    if not shards and not any(folder.glob("model*.safetensors")):
+        shards = ["model.safetensors"]
+    return [name for name in ("config.json", *shards) if not (folder / name).is_file()]
 
 
 def total_bytes(folder: Path) -> int:

@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from models.errors import ModelBroken, ModelfileError, StoreError, reason
-from models.names import BUILT_IN, find_family, find_stored, folder_of, missing_files, parse_repository
+from models.names import BUILT_IN, find_family, find_stored, folder_of, parse_repository
 from models.store.manifest import user_manifest
 from models.store.stored_model import LATEST, ModelDefaults, Modelfile, StoredModel, WeightsPlace, parse_full_name
-from models.weights import read_header
+from models.weights import missing_files, read_header
 
 
 def create(name: str, weights: WeightsPlace, told: Modelfile, *, replaces: bool = True) -> StoredModel:

@@ -97,10 +97,8 @@ class Catalog:
 
     def _by_id(self, name: str) -> ModelSource | None:
         for stored in _all_stored():
-            if stored.weights.kind == "folder" and name.startswith(f"{Path(stored.weights.name).name}-"):
-                source = self._identified(stored_source(stored))
-                if source.id == name:
-                    return source.plain
+            if stored.weights.kind == "folder" and identity_of(stored.weights) == name:
+                return self._identified(stored_source(stored)).plain
         return None
 
 

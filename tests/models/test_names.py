@@ -15,7 +15,6 @@ from models.names import (
     folder_of,
     installed,
     installed_place,
-    missing_files,
     model_id,
     parse_repository,
     resolve,
@@ -23,6 +22,7 @@ from models.names import (
     used_last,
 )
 from models.store.stored_model import WeightsPlace
+from models.weights import missing_files
 
 COMMIT = "a" * 40
 OTHER_COMMIT = "b" * 40
@@ -90,9 +90,18 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_weights_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelBroken, match=r"lacks config\.json, model\.safetensors"):
+        resolve(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelBroken, match=r"lacks model\.safetensors"):
         resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": 3}', '{"weight_map": {"w": 3}}', "{"])
+def test_a_damaged_index_keeps_no_model_from_being_listed(index: str, hub_cache: Path) -> None:
+    folder = write_download(hub_cache, "org/damaged")
+    (folder / "model.safetensors.index.json").write_text(index)
+    assert "org/damaged" in [model.name for model in names.installed()]
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from models.names import installed, resolve, shorten
+from models.names import installed, resolve
 from models.output.pieces import OutputParser, Piece, Reasoning, Text
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
@@ -37,7 +37,7 @@ class LocalModels:
 
     def names(self) -> Sequence[str]:
         """The models of this machine."""
-        return [shorten(model.name) for model in installed()]
+        return [model.name for model in installed()]
 
     def change(self, name: str) -> None:
         """Raises ModelError, and loads the old model again then."""

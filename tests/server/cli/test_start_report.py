@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from models.precision import Precision
+from models.store.library import create
+from models.store.stored_model import Modelfile, WeightsPlace
 from server.app.config import ServerConfig
 from server.app.memory_budget import Claim, Machine, MemoryPlan
-from server.app.service import Service, Wiring, find_float32_bytes, open_service
+from server.app.service import Service, Wiring, find_float32_bytes, open_service, source_of
 from server.cli.serve import Surroundings, facts, round_count, slowness
 from tests.support.tiny_models import write
 
@@ -49,6 +51,17 @@ def test_what_is_wired_is_told_on_a_mac(service: Service, monkeypatch: pytest.Mo
 def test_the_report_says_whether_answers_are_drafted(service: Service) -> None:
     assert told(service)["drafts"] == service.engine.stats().drafts_form
     assert told(service, speculate="off")["drafts"] == "off (--speculate)"
+
+
+def test_a_model_has_the_name_and_limits_that_it_was_asked_for_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    create("writer", WeightsPlace("built-in", "demo"), Modelfile("demo", [("num_ctx", 64)]))
+    service = open_service(ServerConfig(models=("writer",)))
+    report = told(service)
+    assert report["model"].startswith("writer, ") and report["context"] == "64 tokens"
+    assert service.asked_for is service.opened.served(source_of("writer"))
 
 
 def test_tokens_are_told_once_the_engine_has_measured_them(service: Service) -> None:
