@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -125,12 +126,30 @@ class InstalledModel:
 
     name: str
     path: Path
-    size_bytes: int
-    architecture: str
-    quantization: str
-    short_name: str = ""
     stored: StoredModel | None = None
     """Of a local name."""
+
+    @property
+    def short_name(self) -> str:
+        return next((one.name for one in SHORT_NAMES.values() if one.repository == self.name), "")
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.path.iterdir() if file.is_file())
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        return read_json(self.path / "config.json")
+
+    @property
+    def architecture(self) -> str:
+        return str(self._config.get("model_type", "unknown"))
+
+    @property
+    def quantization(self) -> str:
+        found = self._config.get("quantization") or self._config.get("quantization_config")
+        bits = found.get("bits") if isinstance(found, dict) else None
+        return f"{bits} bit" if bits else ""
 
 
 def shorten(name: str) -> str:
@@ -333,12 +352,12 @@ def _refs(snapshot: Path) -> list[str]:
 
 def installed() -> list[InstalledModel]:
     """Built-in models, local names, complete downloads. Raises StoreError."""
-    models = [describe(name, folder) for name, folder in BUILT_IN.items() if _is_complete(folder)]
+    models = [InstalledModel(name, folder) for name, folder in BUILT_IN.items() if _is_complete(folder)]
     for stored in user_manifest().models().values():
         with contextlib.suppress(ModelError):
-            models.append(replace(describe(stored.short_name, folder_of(stored.weights)), stored=stored))
+            models.append(InstalledModel(stored.short_name, folder_of(stored.weights), stored))
     complete = [place for place in _downloads() if _is_complete(_snapshot(place))]
-    cached = [describe(identity_of(place), _snapshot(place)) for place in complete]
+    cached = [InstalledModel(identity_of(place), _snapshot(place)) for place in complete]
     return models + sorted(cached, key=lambda model: model.name.lower())
 
 
@@ -402,20 +421,6 @@ def suggest(name: str) -> str:
         return f"did you mean {close[0]}?"
     known = "'demo', a folder, a repository org/name, or a short name such as qwen3:8b"
     return f"give {known}; families: {', '.join(FAMILIES)}"
-
-
-def describe(name: str, folder: Path) -> InstalledModel:
-    """A model by its files, under the given name."""
-    config = read_json(folder / "config.json")
-    bits = config.get("quantization", config.get("quantization_config", {})).get("bits")
-    return InstalledModel(
-        name=name,
-        path=folder,
-        size_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
-        architecture=str(config.get("model_type", "unknown")),
-        quantization=f"{bits} bit" if bits else "",
-        short_name=next((one.name for one in SHORT_NAMES.values() if one.repository == name), ""),
-    )
 
 
 GENERAL = "qwen3"

@@ -69,8 +69,8 @@ def show(
             raise StoreError(f"{name} is no name of your own, and has no Modelfile; make one with mlx-serve create")
         typer.echo(stored.modelfile())
         return
-    model = names.describe(name if stored is None else stored.short_name, names.folder_of(place))
-    record = _record(model, place, stored)
+    model = names.InstalledModel(name if stored is None else stored.short_name, names.folder_of(place), stored)
+    record = _record(model, place)
     lines = (f"{label:<13}{text}".replace("\n", "\n" + " " * 13) for label, text in _facts(record, place))
     tell(record, "\n".join(lines), as_json)
 
@@ -147,7 +147,8 @@ def _advice(name: str, place: WeightsPlace, *, are_removed: bool) -> str:
     return "reinstall mlx-serve" if place.kind == "built-in" else f"copy the files of {name} into the folder again"
 
 
-def _record(model: names.InstalledModel, place: WeightsPlace, stored: StoredModel | None) -> dict[str, Any]:
+def _record(model: names.InstalledModel, place: WeightsPlace) -> dict[str, Any]:
+    stored = model.stored
     defaults = ModelDefaults() if stored is None else stored.defaults
     return {
         "name": model.name,

@@ -199,7 +199,7 @@ def test_no_cache_is_an_empty_list(hub_cache: Path) -> None:
 def test_installed_tells_size_architecture_and_quantization(hub_cache: Path) -> None:
     write_download(hub_cache, "zeta/plain", model_type="gemma3")
     write_download(hub_cache, "mlx-community/Qwen3-4B-4bit", model_type="qwen3", quantization={"bits": 4})
-    write_download(hub_cache, "zeta/plain", OTHER_COMMIT, "v1")
+    write_download(hub_cache, "zeta/plain", OTHER_COMMIT, "v1", quantization=None)
     (hub_cache / "datasets--org--data").mkdir()
     (hub_cache / "models--broken").write_text("not a folder")
     models = {model.name: model for model in installed() if model.name not in names.BUILT_IN}
@@ -207,7 +207,7 @@ def test_installed_tells_size_architecture_and_quantization(hub_cache: Path) -> 
     qwen = models["mlx-community/Qwen3-4B-4bit"]
     assert (qwen.architecture, qwen.quantization, qwen.short_name) == ("qwen3", "4 bit", "qwen3:4b")
     assert qwen.size_bytes == 1000 + len((qwen.path / "config.json").read_text())
-    assert models["zeta/plain"].quantization == ""
+    assert models["zeta/plain"].quantization == models["zeta/plain@v1"].quantization == ""
 
 
 def test_every_listed_model_resolves_by_its_listed_name(hub_cache: Path) -> None:

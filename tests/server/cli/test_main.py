@@ -9,11 +9,11 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from models import names
 from models.names import FAMILIES, SHORT_NAMES
 from server.app.config import SETTINGS, ConfigError, ServerConfig, parse_size, parse_size_per_day
 from server.cli.chat import HELP
@@ -230,8 +230,10 @@ def long_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose path is wider than any terminal, and the only model."""
     folder = tmp_path / ("x" * 120) / ("y" * 120)
     folder.mkdir(parents=True)
-    model = names.InstalledModel("org/猫", folder, 2_500_000, "llama", "4 bit", "cat:1b")
-    own = names.InstalledModel("猫", folder, 1000, "llama", "")
+    figures: dict[str, Any] = {"path": folder, "architecture": "llama", "stored": None}
+    told = {"size_bytes": 2_500_000, "quantization": "4 bit", "short_name": "cat:1b"}
+    model = SimpleNamespace(name="org/猫", **told, **figures)
+    own = SimpleNamespace(name="猫", size_bytes=1000, quantization="", short_name="", **figures)
     monkeypatch.setattr("models.names.installed", lambda: [model, own])
     return folder
 
