@@ -84,6 +84,7 @@ def test_the_prompt_counts_once_and_the_answers_together(
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0 + 1 + 2
     timings = answer.model_extra["timings"]
     assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (1, num_prompt - 1, 6)
+    assert (timings["prompt_ms"], timings["predicted_ms"]) == (20.0, 40.0), "the choices run side by side"
 
 
 @pytest.mark.parametrize("kind", [CHAT, TEXT])

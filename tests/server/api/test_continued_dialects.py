@@ -12,9 +12,9 @@ from starlette.testclient import TestClient
 from models.names import DEMO
 from models.output.tool_formats import HarmonyFormat
 from server.app.config import ServerConfig
-from tests.server.api.test_live import Live, serving
+from tests.server.api.test_live import Live, serving, until
 from tests.support.apps import create_app
-from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
+from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
 COUNT: Any = {"role": "user", "content": "Count from 1 to 9."}
 BEGUN: Any = {"role": "assistant", "content": "1, 2, 3,"}
@@ -119,3 +119,22 @@ def test_which_messages_ollamas_chat_goes_on_with(last: dict[str, Any], continue
     asked = {"model": "tiny", "messages": [COUNT, last], "stream": False}
     assert client.post("/api/chat", json=asked).status_code == 200
     assert renderer.calls[0]["continues"] is continues
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [COUNT, BEGUN], "continue_final_message": True}),
+        ("/v1/messages", {"messages": [COUNT, BEGUN], "max_tokens": 50}),
+        ("/v1/responses", {"input": [COUNT, {**BEGUN, "type": "message", "status": "incomplete"}]}),
+        ("/api/chat", {"messages": [COUNT, BEGUN], "stream": False}),
+    ],
+)
+def test_a_turn_is_evaluated_ahead_with_what_its_reply_continues(path: str, asked: dict[str, Any]) -> None:
+    engine = FakeEngine(Script((" 4, 5, 6,", " 7, 8, 9")))
+    with TestClient(create_app(engine, fake_model(renderer=FakeRenderer()), ServerConfig())) as client:
+        assert client.post(path, json={"model": "tiny", **asked}).status_code == 200
+        until(lambda: bool(engine.idle_requests))
+    [ahead] = engine.idle_requests
+    whole = f"<user>{COUNT['content']}<assistant>1, 2, 3, 4, 5, 6, 7, 8, 9<user>"
+    assert "".join(map(chr, ahead.tokens)).startswith(whole)
