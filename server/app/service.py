@@ -127,7 +127,7 @@ def open_service(
     _bound_pool(memory_budget.choose_pool_bytes(plan.budget_bytes))
     opened = _opened(source, loaded, config, plan.weights_bytes, Around((), plan.budget_bytes))
     return Service(
-        ServiceOpener(config, memory, float32_bytes),
+        ServiceOpener(config, memory, float32_bytes, source.id),
         opened,
         loaded,
         plan,
@@ -161,6 +161,8 @@ class ServiceOpener:
     config: ServerConfig
     memory: PoolMemory
     float32_bytes: int | None
+    adapted_id: str = ""
+    """The model with adapters: what its configured name means may change while the server runs."""
 
     def measure(self, source: ModelSource) -> int:
         """As `Opener.measure`: the stored size."""
@@ -172,16 +174,17 @@ class ServiceOpener:
 
         Raises ModelError, and ModelTooLarge where the weights take more than measured.
         """
+        config = self.config if source.id == self.adapted_id else replace(self.config, adapters=())
         float32_bytes = self.float32_bytes
         if float32_bytes is not None:
             float32_bytes = min(float32_bytes, self.memory.largest_weights_bytes(around.weights))
         try:
-            loaded = _load(source, self.config, float32_bytes, tell)
+            loaded = _load(source, config, float32_bytes, tell)
             try:
                 weights_bytes = _weights_bytes(loaded)
                 if not self.memory.fits([*around.weights, weights_bytes]):
                     raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
-                opened = _opened(source, loaded, self.config, weights_bytes, around)
+                opened = _opened(source, loaded, config, weights_bytes, around)
                 tell("trying it out")
                 opened.engine.start()
                 return opened
@@ -442,7 +445,7 @@ def _weights_bytes(loaded: LoadedModel) -> int:
 
 
 def _with_adapters(loaded: LoadedModel, config: ServerConfig, tell: Callable[[str], object]) -> LoadedModel:
-    if not config.adapters or loaded.name != model_id(config.models[0]):
+    if not config.adapters:
         return loaded
     # Imports all of mlx-lm's training.
     from models.lora_files import attach

@@ -1,10 +1,12 @@
 """Adapters over HTTP, on real models: names, answers, and states that never meet."""
 
+import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ import pytest
 
 from server.api.app import create_pool_app
 from server.app.config import ConfigError, ServerConfig
-from server.app.service import ServiceOpener, open_service
+from server.app.service import open_service
 from server.cli.config import load_config
 from server.pool.catalog import Catalog
+from server.pool.members import Around
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource
-from server.pool.pool import ModelPool
+from server.pool.pool import ModelPool, on_thread
 from tests.support import adapters as tiny_adapters
 from tests.support import tiny_models
 from tests.support.live_server import running
@@ -55,9 +58,10 @@ def serving(folder: Path, adapters: dict[str, Path], **settings: Any) -> Iterato
     config = ServerConfig(models=(str(folder),), adapters=named, cache_memory_bytes=1 << 28, **settings)
     service = open_service(config)
     service.engine.start()
-    first = ModelSource(service.model.id, folder)
+    first = service.opened.source
+    # What the configured name means may change later: the adapters stay with the model of the start.
+    opener = replace(service.opener, memory=PoolMemory(1 << 40, 1 << 28), config=replace(config, models=("other",)))
     sources = [first, *(replace(first, adapter=name) for name in service.opened.variants)]
-    opener = ServiceOpener(config, PoolMemory(1 << 40, 1 << 28), 1 << 39)
     pool = ModelPool(Catalog(sources, has_others=False), [service.opened], opener)
     try:
         with running(create_pool_app(pool, config)) as address:
@@ -187,6 +191,15 @@ def test_an_adapter_is_loaded_again_with_its_model(server: Server) -> None:
     assert [one["loaded"] for one in server.http.get("/v1/models").json()["data"]] == [False] * 3
     text, restored = server.ask("poet")
     assert text == before and restored > 20
+
+
+def test_another_model_has_no_adapters(server: Server) -> None:
+    opener, source = server.pool._opener, ModelSource("other", server.pool.source_of("base").path)
+    assert opener is not None
+    opening = partial(opener.open, source, Around((), 1 << 28), lambda step: None)
+    other = asyncio.run(on_thread("loader", opening))
+    other.unload()
+    assert other.variants == {}
 
 
 # Whose state is found is decided by names and digests, whatever the model's layers.
