@@ -121,9 +121,12 @@ def _chunk_sums(array: mx.array, multipliers: mx.array) -> mx.array:
 
 
 def _words(array: mx.array) -> mx.array:
-    flat = mx.view(array.reshape(-1), mx.uint8)
-    missing = -flat.size % _WORD_BYTES
-    return mx.view(mx.pad(flat, (0, missing)) if missing else flat, mx.uint32)
+    flat = array.reshape(-1)
+    if missing := -flat.nbytes % _WORD_BYTES:
+        # In bytes the length of a large array would exceed the 32 bits of a shape.
+        flat = mx.view(flat, mx.uint8 if flat.itemsize == 1 else mx.uint16)
+        flat = mx.pad(flat, (0, missing // flat.itemsize))
+    return mx.view(flat, mx.uint32)
 
 
 DEFAULT_CONTEXT_TOKENS = 32_768

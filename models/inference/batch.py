@@ -179,8 +179,8 @@ class DecodeBatch:
                     group.dissolve()
                     self._groups.remove(group)
             self.rows[index] = None
-        if self._joined is not None and (not any(self.rows) or not self._joined.has_recurrent):
-            self._joined = None  # frees what it refers to now, not at the next step
+            if self._joined is not None and (not any(self.rows) or not self._joined.has_recurrent):
+                self._joined = None  # frees what it refers to now, not at the next step
 
     def _extract_all(self) -> None:
         for index, row in enumerate(self.rows):

@@ -248,9 +248,9 @@ _TRIALS: dict[Form, Sequence[_Trial]] = {
 
 @dataclass(eq=False)
 class Probe:
-    """Finds out how one model may be called, within `max_seconds` at the pace of a token alone.
+    """Finds out how one model may be called, in `max_seconds`.
 
-    Beyond that pace calls may take any time: a GPU compiles kernels at their first use.
+    A call counts as no more than its tokens one by one: a GPU compiles kernels at their first use.
     """
 
     model: Any
@@ -259,12 +259,11 @@ class Probe:
     max_seconds: float = MAX_SECONDS
     seed: int = 0
     _token_seconds: float = 0.0
-    _num_evaluated: int = 0
-    """Tokens."""
+    _spent_seconds: float = 0.0
 
     @property
     def left_seconds(self) -> float:
-        return self.max_seconds - self._num_evaluated * self._token_seconds
+        return self.max_seconds - self._spent_seconds
 
     def find_form(self, *, shares_heads: bool = True) -> tuple[Form, str]:
         """The best form proven to give rows of different lengths the same as alone; for a person too, see `told`."""
@@ -321,6 +320,7 @@ class Probe:
         windows = _spy_on_masks(caches)
         logits, leaves = self([[0]], caches), leaves_of(caches)
         self._token_seconds = self.clock() - begun
+        self._spent_seconds = 2 * self._token_seconds
         self._can_share = BatchRow(caches).used_leaves() is not None
         self._has_spans = any(type(cache) is KVCache and cache.keys is not None for cache in leaves)
         floating = (array for array in (logits, *arrays_in(caches)) if mx.issubdtype(array.dtype, mx.floating))
@@ -340,9 +340,10 @@ class Probe:
         """Evaluated logits `[num_rows, num_tokens, vocab_size]`."""
         tokens = mx.array(tokens)
         self._require(tokens.size)
-        self._num_evaluated += tokens.size
+        begun = self.clock()
         logits: mx.array = self.model(tokens, cache=caches)
         mx.eval(logits)
+        self._spent_seconds += min(self.clock() - begun, tokens.size * self._token_seconds)
         return logits
 
     def draw_tokens(self, rng: np.random.Generator, count: int) -> list[int]:

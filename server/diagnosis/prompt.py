@@ -1,7 +1,6 @@
 """A request as a sequence of parts, before any template: the same for a server's and a recorded one. Pure."""
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +31,7 @@ class Part:
     @property
     def num_bytes(self) -> int:
         """About the prompt's memory."""
-        return sys.getsizeof(self.shown) + _PART_BYTES
+        return _text_bytes(self.shown) + _PART_BYTES
 
     @property
     def is_system(self) -> bool:
@@ -83,7 +82,7 @@ class Prompt:
 
     @property
     def num_bytes(self) -> int:
-        return sys.getsizeof(self.tools_text) + sum(part.num_bytes for part in self.parts)
+        return _text_bytes(self.tools_text) + sum(part.num_bytes for part in self.parts)
 
 
 def prompt_of(
@@ -137,3 +136,8 @@ def _piece_text(piece: Any) -> str:
         if isinstance(piece, Mapping) and isinstance(piece.get(name), str):
             return str(piece[name])
     return json.dumps(piece, ensure_ascii=False, default=str)
+
+
+def _text_bytes(text: str) -> int:
+    """At most; `sys.getsizeof` grows once a text was encoded."""
+    return len(text) * (1 if text.isascii() else 4)

@@ -50,6 +50,10 @@ def test_names_types_and_shapes_count_but_not_the_order() -> None:
     assert len({checksum([each]) for each in [("a", array), *others]}) == 4
 
 
+def test_an_array_of_more_bytes_than_a_shape_can_count_is_seen_as_words() -> None:
+    assert module._words(mx.zeros(2**30 + 8, mx.bfloat16)).shape == (2**29 + 4,)  # never evaluated
+
+
 def test_a_view_counts_as_what_it_shows() -> None:
     array = weights()
     assert checksum([("a", array.T)]) == checksum([("a", mx.array(np.array(array).T.copy()))])

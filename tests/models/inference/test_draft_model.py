@@ -96,6 +96,14 @@ def test_eight_rows_and_rows_on_a_head_are_drafted_for() -> None:
     decoding.assert_as_without(tiny_models.build("qwen3"), texts)
 
 
+def test_rows_are_drafted_for_while_state_of_others_moves() -> None:
+    decoding = Decoding(runner_for("qwen3", "llama"), TEXTS)
+    decoding.step([0] * 3)
+    decoding.runner.separate(decoding.runner.make_caches())
+    step(decoding, TEXTS, tiny_models.build("llama"), [3, 3, 3])
+    decoding.assert_as_without(tiny_models.build("qwen3"), TEXTS)
+
+
 @pytest.mark.parametrize(("name", "draft"), [("qwen3", "llama"), ("qwen3", "qwen3_5"), ("qwen3_5", "llama_swa")])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_draft_that_fails_leaves_no_token_behind(

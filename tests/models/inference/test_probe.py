@@ -357,6 +357,19 @@ def test_time_in_which_a_gpu_compiles_kernels_does_not_count() -> None:
     assert model.now > 60
 
 
+def test_a_call_that_is_faster_than_its_tokens_one_by_one_counts_as_what_it_takes() -> None:
+    model = SlowModel(0.0)
+
+    def together(tokens: mx.array, cache: list[Any]) -> mx.array:
+        model.now += 0.1
+        return model(tokens, cache)
+
+    together.make_cache = model.make_cache  # type: ignore[attr-defined]
+    probe = Probe(together, VOCAB, clock=lambda: model.now, max_seconds=13)
+    assert probe.find_form()[0] is Form.HEADS
+    assert probe.left_seconds == pytest.approx(13 - model.now)
+
+
 def test_the_time_is_kept_while_trials_are_repeated() -> None:
     slow = SlowModel(0.1)
     faulty = FaultyModel(slow, OffsetOffByOne)
