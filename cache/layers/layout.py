@@ -11,7 +11,7 @@ arrays begin at `head_length`. Windows and recurrent state are never shared.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -309,7 +309,7 @@ class Layout:
 
     def put_on_head(self, caches: list[LayerCache], head: Sequence[LayerCache]) -> None:
         """Makes empty caches begin with `head`, without a copy."""
-        put_on_head(caches, head)
+        split_at_head(caches, head, 0)
 
     # -- windows and recurrent state
 
@@ -447,44 +447,29 @@ def head_of(caches: Sequence[LayerCache]) -> LayerCache | None:
     return next((cache.head for cache in leaves_of(caches) if isinstance(cache, HeadedKVCache)), None)
 
 
-def put_on_head(caches: list[LayerCache], head: Sequence[LayerCache]) -> None:
-    """Makes empty `caches` begin with `head`: tails without tokens."""
-    caches[:] = _changed(caches, head, _empty_tail)
-
-
 def split_at_head(caches: list[LayerCache], head: Sequence[LayerCache], num_tokens: int) -> None:
     """Cuts the first `num_tokens` off a sequence's span layers, one layer after another.
 
     Empty layer caches `head` get these rows; a `head` that has rows already has the same ones, and stays as it is.
+    Empty `caches` begin with such a head, their tails without tokens.
     """
-    caches[:] = _changed(caches, head, lambda cache, one: _split(cache, one, num_tokens))
-
-
-def _changed(
-    caches: Sequence[LayerCache], head: Sequence[LayerCache], change: Callable[[LayerCache, KVCache], LayerCache]
-) -> list[LayerCache]:
-    return [
-        CacheList(*_changed(cache.caches, one.caches, change)) if isinstance(cache, CacheList) else change(cache, one)
-        for cache, one in zip(caches, head, strict=True)
-    ]
-
-
-def _empty_tail(cache: LayerCache, head: LayerCache) -> LayerCache:
-    if type(head) is not KVCache or head.keys is None:
-        return cache
-    tail = KVCache()
-    tail.keys, tail.values = (_empty_row(rows) for rows in (head.keys, head.values))
-    return HeadedKVCache(head, tail)
+    caches[:] = [_split(*pair, num_tokens) for pair in zip(caches, head, strict=True)]
 
 
 def _split(cache: LayerCache, head: LayerCache, num_tokens: int) -> LayerCache:
-    if type(cache) is not KVCache or cache.keys is None:
+    if isinstance(cache, CacheList):
+        pairs = zip(cache.caches, head.caches, strict=True)
+        return CacheList(*[_split(*pair, num_tokens) for pair in pairs])
+    if type(cache) is not KVCache or (cache.keys is None and head.keys is None):
         return cache
+    tail = KVCache()
+    if cache.keys is None:
+        tail.keys, tail.values = (_empty_row(rows) for rows in (head.keys, head.values))
+        return HeadedKVCache(head, tail)
     if head.keys is None:
         head.keys, head.values = (mx.contiguous(rows[:, :, :num_tokens]) for rows in (cache.keys, cache.values))
         head.offset = num_tokens
         mx.eval(head.keys, head.values)
-    tail = KVCache()
     tail.keys, tail.values = (_rest(rows, num_tokens) for rows in (cache.keys, cache.values))
     tail.offset, tail.step = cache.offset - num_tokens, cache.step
     mx.eval(tail.keys, tail.values)

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cache.layers.layout import HeadedKVCache, head_length, leaves_of, put_on_head, split_at_head
+from cache.layers.layout import HeadedKVCache, head_length, leaves_of, split_at_head
 from models.inference import ragged
 from models.inference.grouping import Costs
 from models.inference.groups import GroupLayer
@@ -40,7 +40,7 @@ class HeadedDecoding(Decoding):
         """A row that begins on a head, and evaluates its own tokens behind it."""
         tokens, caches = self._prompt(head, length), self.runner.make_caches()
         self._prefill(caches, tokens[:head])
-        put_on_head(caches, self.heads[head])
+        split_at_head(caches, self.heads[head], head)
         self._prefill(caches, tokens[head:-1])
         return self._joined(caches, tokens)
 
