@@ -25,7 +25,7 @@ from cache.types import LayerCache
 from models.inference.feeds import Rewind, forget_last, seconds_of, unchanged
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Costs, Row, Wanted, capacity_for
 from models.inference.groups import BatchRow, Group
-from models.inference.ragged import RaggedBatch, ragged_attention
+from models.inference.ragged import flat_layers, join_layers, put_back, ragged_attention
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 
 MAX_MEMBER_TOKENS, MAX_MASKED_TOKEN = 65_536.0, 16.0
@@ -40,7 +40,7 @@ class DecodeBatch:
     """Rows that decode in one step: in one model call, or some by themselves."""
 
     choose: Choose | None
-    """None: no groups."""
+    """None for no groups."""
     max_feed_tokens: int = 1
     """The most tokens that a row may feed in a step."""
     rows: list[Any] = field(default_factory=list)
@@ -48,7 +48,12 @@ class DecodeBatch:
     has_changed: bool = False
     """Bytes have moved since this was last set to False."""
     _groups: list[Group] = field(default_factory=list)
-    _joined: RaggedBatch | None = None
+    _layers: list[LayerCache] = field(default_factory=list)
+    """For a model call of one token a row; empty while rows must be joined first."""
+    _merged: list[ArraysCache] = field(default_factory=list)
+    """Of these, those with recurrent state: rows have none of their own meanwhile."""
+    _before: list[list[mx.array | None]] = field(default_factory=list)
+    """State in `_merged`, while feeds are not settled."""
     _has_fresh: bool = False
     """Some rows had no token yet, and could not be in a group."""
     _fed: dict[BatchRow, int] = field(default_factory=dict)
@@ -66,14 +71,13 @@ class DecodeBatch:
         Each row feeds one token, or `lengths` in the order of `rows`, each a batch row, one feed after another.
         Groups may take `spare_bytes` more than their rows reserved. Raises `NotRagged`.
         """
-        is_same = self._joined is not None and len(self.rows) == len(rows) and set(self.rows) == set(rows)
+        is_same = bool(self._layers) and len(self.rows) == len(rows) and set(self.rows) == set(rows)
         if not is_same or self._has_fresh or self._grow():
             self._join(rows, spare_bytes)
-        assert self._joined is not None
         if lengths is None or max(lengths) == 1:
-            return self._joined.layers
+            return self._layers
         assert max(lengths) <= self.max_feed_tokens
-        return self._feed(self._joined, dict(zip(rows, lengths, strict=True)))
+        return self._feed(dict(zip(rows, lengths, strict=True)))
 
     def _join(self, rows: Sequence[BatchRow], spare_bytes: float) -> None:
         for row in [row for row in self.rows if row is not None and row not in rows]:
@@ -83,18 +87,26 @@ class DecodeBatch:
             self._regroup(rows, spare_bytes)
         members: list[Group | BatchRow] = [*self._groups, *[row for row in rows if row.group is None]]
         # Members on one head are neighbours: attention then reads the head once.
-        self._joined = RaggedBatch(sorted(members, key=lambda member: id(member.head)))
-        self.rows = list(self._joined.rows)
+        members.sort(key=lambda member: id(member.head))
+        self._layers = join_layers(members)
+        self.rows = [row for member in members for row in member.rows]
         self._has_fresh = self.choose is not None and any(row.is_fresh for row in rows)
-        self._joined.take_over()
+        self._merged = [leaf for leaf in leaves_of(self._layers) if isinstance(leaf, ArraysCache)]
+        # Slices of merged state would hold an earlier batch's.
+        for own in [leaf for row in rows if self._merged for leaf in row.leaves]:
+            if isinstance(own, ArraysCache):
+                own.cache = [None] * len(own.cache)
 
-    def _feed(self, joined: RaggedBatch, lengths: Mapping[BatchRow, int]) -> list[LayerCache]:
+    def _feed(self, lengths: Mapping[BatchRow, int]) -> list[LayerCache]:
         self._fed = {row: lengths[row] for row in self.rows}
-        layers = joined.flat(list(self._fed.values()))
+        self._before = [list(merged.cache) for merged in self._merged]
+        fed = tuple(self._fed.values())
+        for merged in self._merged if len(set(fed)) > 1 else ():
+            merged.prepare(fed)
         for group in self._groups:
             group.clock.feed([lengths[row] for row in group.rows])
         self._grow()
-        return layers
+        return flat_layers(self._layers, fed)
 
     def hold(self, row: BatchRow, num_tokens: int) -> None:
         """Before a call with a row's own caches, of whose tokens some may not stay."""
@@ -108,9 +120,11 @@ class DecodeBatch:
         for row, rewind in self._rewinds.items():
             stays[row] = rewind.keep(stays[row])
         fed, self._fed, self._rewinds = self._fed, {}, {}
-        if self._joined is not None and self._joined.has_recurrent and fed:
+        if self._merged and fed:
             stays |= {row: 0 for row, length in fed.items() if stays[row] < length}
-            self._joined.settle([bool(stays[row]) for row in fed])
+            before, self._before = self._before, []
+            for merged, states in zip(self._merged, before, strict=True):
+                put_back(merged, [bool(stays[row]) for row in fed], states)
         surplus = {row: length - stays[row] for row, length in fed.items()}
         assert all(0 <= number <= fed[row] for row, number in surplus.items())
         for group in self._groups if fed else ():
@@ -128,8 +142,8 @@ class DecodeBatch:
 
         Yields the layers, those for a first call with `lengths` tokens of each row, and what counts a call's tokens.
         """
-        assert self._joined is not None
-        layers, feeds = self._joined.layers[-num_layers:], dict(zip(self.rows, lengths, strict=True))
+        assert self._layers
+        layers, feeds = self._layers[-num_layers:], dict(zip(self.rows, lengths, strict=True))
         offsets = [(group.clock, group.clock.offsets) for group in self._groups]
 
         def count() -> None:
@@ -142,7 +156,7 @@ class DecodeBatch:
         self._grow()
         try:
             with unchanged([*leaves_of(own), *merged]):
-                first = layers if max(lengths) == 1 else self._feed(self._joined, feeds)[-num_layers:]
+                first = layers if max(lengths) == 1 else self._feed(feeds)[-num_layers:]
                 yield layers, first, count
         finally:
             for clock, before in offsets:
@@ -170,8 +184,8 @@ class DecodeBatch:
         for index, row in enumerate(self.rows):
             if row is None or row.caches is not caches:
                 continue
-            if keeps_state and self._joined is not None:
-                self._joined.extract(index)
+            if keeps_state:
+                self._extract(index)
             if (group := row.group) is not None:
                 group.leave(row, keeps_state=keeps_state)
                 self.has_changed = True
@@ -179,14 +193,21 @@ class DecodeBatch:
                     group.dissolve()
                     self._groups.remove(group)
             self.rows[index] = None
-            if self._joined is not None and (not any(self.rows) or not self._joined.has_recurrent):
-                self._joined = None  # frees what it refers to now, not at the next step
+            if not any(self.rows) or not self._merged:
+                # Frees their arrays now, not at the next step.
+                self._layers, self._merged, self._before = [], [], []
+
+    def _extract(self, index: int) -> None:
+        """Writes a row's recurrent state into its own caches, as lazy slices."""
+        for merged, own in zip(leaves_of(self._layers), self.rows[index].leaves, strict=True) if self._merged else ():
+            if isinstance(own, ArraysCache):
+                own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
 
     def _extract_all(self) -> None:
         for index, row in enumerate(self.rows):
-            if row is not None and self._joined is not None:
-                self._joined.extract(index)
-        self._joined = None
+            if row is not None:
+                self._extract(index)
+        self._layers, self._merged, self._before = [], [], []
 
     def dissolve(self) -> None:
         """Gives all rows their state back."""
@@ -203,15 +224,15 @@ class DecodeBatch:
 
     def forget(self) -> None:
         """Drops what is shared, which may be damaged: rows in groups or with merged state are lost."""
-        is_merged = self._joined is not None and self._joined.has_recurrent
         for row in self.rows:
-            if row is not None and (is_merged or row.group is not None):
+            if row is not None and (self._merged or row.group is not None):
                 row.is_lost, row.group = True, None
         self.has_changed = True
         self._clear()
 
     def _clear(self) -> None:
-        self.rows, self._groups, self._joined, self._fed, self._rewinds = [], [], None, {}, {}
+        self.rows, self._groups, self._fed, self._rewinds = [], [], {}, {}
+        self._layers, self._merged, self._before = [], [], []
 
     # -- groups
 
@@ -265,17 +286,19 @@ class DecodeBatch:
     @property
     def padding_bytes(self) -> int:
         """Bytes of all groups' buffers and of merged state beyond those of the rows' own."""
-        merged = self._joined.recurrent_bytes if self._joined is not None else 0
-        shared = merged + sum(group.num_bytes for group in self._groups)
+        shared = self._merged_bytes + sum(group.num_bytes for group in self._groups)
         return max(0, shared - sum(self._own_bytes(row) for row in self.rows if row is not None))
+
+    @property
+    def _merged_bytes(self) -> int:
+        return sum(merged.nbytes for merged in self._merged)
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
         """Bytes of what a row shares, were it its own; else 0."""
         return sum(self._own_bytes(row) for row in self.rows if row is not None and row.caches is caches)
 
     def _own_bytes(self, row: BatchRow) -> int:
-        merged = self._joined.recurrent_bytes // len(self.rows) if self._joined is not None else 0
-        return merged + (0 if row.group is None else row.group.own_bytes_of(row))
+        return self._merged_bytes // len(self.rows) + (0 if row.group is None else row.group.own_bytes_of(row))
 
 
 def _describe(row: BatchRow, groups: Sequence[Group]) -> Row:

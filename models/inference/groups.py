@@ -14,9 +14,8 @@ own buffers are to have. Worker thread only.
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import groupby
 from operator import sub
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -42,7 +41,6 @@ class BatchRow:
 
     @property
     def head(self) -> LayerCache | None:
-        """What names its head, if it has one."""
         return head_of(self.caches)
 
     @property
@@ -92,43 +90,6 @@ class BatchRow:
         return used if used and {type(leaf) for _, leaf in spans} <= _KINDS else None
 
 
-class Folding(NamedTuple):
-    """Tokens of rows that feed equally many in one step: a row alone, or neighbours in a group.
-
-    *Flat*: a row per token, `[num_tokens, num_heads, 1, width]`. *Folded*: `[num_rows, num_heads, length, width]`.
-    """
-
-    length: int
-    rows: slice | None
-    """In the group; None for a row alone."""
-    num_rows: int = 1
-
-    def fold(self, flat: mx.array) -> mx.array:
-        """A flat array as a folded one."""
-        if self.length == 1:
-            return flat
-        return flat.reshape(self.num_rows, self.length, flat.shape[1], -1).swapaxes(1, 2)
-
-    def flatten(self, folded: mx.array) -> mx.array:
-        """The reverse of `fold`."""
-        if self.length == 1:
-            return folded
-        return folded.swapaxes(1, 2).reshape(-1, folded.shape[1], 1, folded.shape[3])
-
-
-def foldings_of(lengths: Sequence[int]) -> list[Folding]:
-    """Of a member whose rows feed `lengths` tokens; several rows are a group."""
-    if len(lengths) == 1:
-        return [Folding(lengths[0], None)]
-    # Rows of different lengths are not padded: attention over many keys costs by query.
-    found, first = list[Folding](), 0
-    for length, rows in groupby(lengths):
-        num_rows = len(list(rows))
-        found.append(Folding(length, slice(first, first + num_rows), num_rows))
-        first += num_rows
-    return found
-
-
 class Clock:
     """Lengths of a group's rows, and arrays made from them once a step for all layers."""
 
@@ -174,8 +135,8 @@ class GroupLayer:
 
     def __init__(self, like: LayerCache, clock: Clock, buffer: Buffer, head_tokens: int, slack: int) -> None:
         self._clock = clock
-        self.window = int(like.max_size) if isinstance(like, RotatingKVCache) else None
-        self._ring = self.window + slack if self.window else None
+        self.window = int(like.max_size) if isinstance(like, RotatingKVCache) else 0
+        self._ring = self.window + slack if self.window else 0
         self.head = like.head if isinstance(like, HeadedKVCache) else None
         self._head_tokens = head_tokens
         self._start = 0 if self.window else head_tokens
@@ -200,7 +161,7 @@ class GroupLayer:
         return self.keys.nbytes + self.values.nbytes
 
     def own_bytes(self, index: int, cache: LayerCache) -> int:
-        """Bytes that row `index` would have in buffers of its own."""
+        """Those that row `index` would have in buffers of its own."""
         return self._own_tokens(index, tail_of(cache)) * (self.num_bytes // (self.keys.shape[0] * self.capacity))
 
     def _own_tokens(self, index: int, own: LayerCache) -> int:
@@ -224,7 +185,7 @@ class GroupLayer:
             self.values[:num_rows, :, place : place + 1] = values
         elif self._clock.lengths is None and num_rows == self.keys.shape[0]:
             # The cheapest on a GPU; made for all rows of the buffer only.
-            at = self._clock.made(("along", self.window), self._places)
+            at = self._clock.made(("along", self.window), lambda: self._place_of(self.offset)[:, None, None, None])
             self.keys = mx.put_along_axis(self.keys, at, keys, 2)
             self.values = mx.put_along_axis(self.values, at, values, 2)
         else:
@@ -259,13 +220,8 @@ class GroupLayer:
     def _end_of(self, offset: int) -> int:
         return offset + 1 - self._start
 
-    def _place_of(self, offset: int) -> int:
+    def _place_of(self, offset: Any) -> Any:
         return offset % self._ring if self._ring else offset - self._start
-
-    def _places(self) -> mx.array:
-        """Of each row's one token, `[num_rows, 1, 1, 1]`."""
-        places = self.offset % self._ring if self._ring else self.offset - self._start
-        return places[:, None, None, None]
 
     def _indices(self, num_heads: int) -> tuple[mx.array, ...]:
         lasts = enumerate(zip(self._clock.offsets, self._clock.lasts, strict=True))
@@ -281,7 +237,7 @@ class GroupLayer:
         if self._clock.lengths is not None:
             last = mx.array(self._clock.lasts)[:, None, None, None] - self._start
             token = mx.minimum(token + mx.arange(max(self._clock.lengths), dtype=mx.int32)[:, None], last)
-        if self._ring is None:
+        if not self._ring:
             return (places <= token) & (places > token - seen)
         age = (last % self._ring + self._ring - places) % self._ring
         if self._clock.lengths is None:
@@ -292,7 +248,7 @@ class GroupLayer:
     # -- rows that come and go
 
     def take(self, cache: LayerCache, index: int) -> None:
-        """Moves the rows of `cache` to row `index`."""
+        """Moves what `cache` holds to row `index`."""
         cache = tail_of(cache)
         offset = int(cache.offset)
         for held, rows in ((self.keys, cache.keys), (self.values, cache.values)):
@@ -301,12 +257,11 @@ class GroupLayer:
             # What a row before left here is masked, but a NaN would not be.
             held[index : index + 1, :, rows.shape[2] :] = 0
         mx.eval(self.keys, self.values)
-        if self.window is None:
+        if not self.window:
             cache.step = cache.keys.shape[2]
         cache.keys = cache.values = None
 
     def _as_ring(self, cache: LayerCache, rows: mx.array, offset: int) -> mx.array:
-        assert self.window is not None and self._ring is not None
         rows = cache._temporal_order(rows)
         rows = rows[:, :, max(0, rows.shape[2] - self.window) :]
         if (first := offset - rows.shape[2]) == 0:

@@ -31,7 +31,7 @@ from models.inference.batch import DecodeBatch
 from models.inference.feeds import copied_state, find_fixed
 from models.inference.grouping import Row, Wanted
 from models.inference.groups import BatchRow
-from models.inference.ragged import NotRagged, RaggedBatch, inputs_of, ragged_attention
+from models.inference.ragged import NotRagged, inputs_of, join_layers, ragged_attention
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ class Probe:
 
     def _find_form_fault(self, form: Form, rows: _Made, shares_heads: bool) -> str | None:
         if form is Form.ROWS:
-            RaggedBatch([BatchRow(self.make_caches())] * 2)  # raises for a class without ragged form, at no cost
+            join_layers([BatchRow(self.make_caches())] * 2)  # raises for a class without ragged form, at no cost
         elif form is Form.GROUPS and not self._can_share:
             return "the model has no layer in which rows could share buffers"
         elif form is Form.HEADS and not (shares_heads and self._has_spans):

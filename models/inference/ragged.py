@@ -28,7 +28,7 @@ import mlx.core as mx
 from cache.layers.layout import HeadedKVCache, leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
-from models.inference.groups import BatchRow, Folding, Group, GroupLayer, foldings_of
+from models.inference.groups import BatchRow, Group, GroupLayer
 from models.mlx_lm_import import (
     ArraysCache,
     CacheList,
@@ -57,7 +57,7 @@ class Parts(mx.array):
         items: Sequence[Any],
         cuts: Sequence[int],
         heads: Sequence[mx.array | None] | None = None,
-        foldings: Sequence[Folding] | None = None,
+        foldings: "Sequence[Folding] | None" = None,
         padding: "Padding | None" = None,
     ) -> None:
         super().__init__(_MISFIT, next((item.dtype for item in items if isinstance(item, mx.array)), mx.bool_))
@@ -83,11 +83,11 @@ class Parts(mx.array):
             yield self.heads[found[0]], range(found[0], found[-1] + 1)
 
     def swapaxes(self, axis1: int, axis2: int) -> "Parts":  # type: ignore[override]
-        """Swaps two axes of each item."""
+        """Of each item."""
         return self._each(lambda item: item.swapaxes(axis1, axis2))
 
     def astype(self, dtype: mx.Dtype, *_: Any) -> "Parts":
-        """Converts each item."""
+        """Of each item."""
         return self._each(lambda item: item.astype(dtype))
 
     def _each(self, operation: Callable[[Any], Any]) -> "Parts":
@@ -130,6 +130,43 @@ class Padding(NamedTuple):
         return flat[:, :, 0][self.places].swapaxes(1, 2)
 
 
+class Folding(NamedTuple):
+    """Tokens of rows that feed equally many in one step: a row alone, or neighbours in a group.
+
+    *Flat*: a row per token, `[num_tokens, num_heads, 1, width]`. *Folded*: `[num_rows, num_heads, length, width]`.
+    """
+
+    length: int
+    rows: slice | None
+    """In the group; None for a row alone."""
+    num_rows: int = 1
+
+    def fold(self, flat: mx.array) -> mx.array:
+        """A flat array as a folded one."""
+        if self.length == 1:
+            return flat
+        return flat.reshape(self.num_rows, self.length, flat.shape[1], -1).swapaxes(1, 2)
+
+    def flatten(self, folded: mx.array) -> mx.array:
+        """The reverse of `fold`."""
+        if self.length == 1:
+            return folded
+        return folded.swapaxes(1, 2).reshape(-1, folded.shape[1], 1, folded.shape[3])
+
+
+def _foldings_of(lengths: Sequence[int]) -> list[Folding]:
+    """Of a member whose rows feed `lengths` tokens; several rows are a group."""
+    if len(lengths) == 1:
+        return [Folding(lengths[0], None)]
+    # Rows of different lengths are not padded: attention over many keys costs by query.
+    found, first = list[Folding](), 0
+    for length, rows in itertools.groupby(lengths):
+        num_rows = len(list(rows))
+        found.append(Folding(length, slice(first, first + num_rows), num_rows))
+        first += num_rows
+    return found
+
+
 class RaggedLayer:
     """Stands in for one span or window layer of all members, whose caches it borrows.
 
@@ -145,7 +182,7 @@ class RaggedLayer:
     ) -> None:
         self.members = members
         self._lengths, self._padding = () if padding else lengths, padding
-        counts = tuple(map(_num_rows, members))
+        counts = tuple(len(one.offsets) if isinstance(one, GroupLayer) else 1 for one in members)
         self._by_member, self._foldings, self._cuts, self._member_cuts = _folded(counts, lengths)
 
     @property
@@ -210,7 +247,7 @@ def _folded(
         return [[Folding(1, None)]] * len(counts), None, _cuts(counts), _cuts(counts)
     rest = iter(lengths)
     fed = [list(itertools.islice(rest, count)) for count in counts]
-    by_member = [foldings_of(own) for own in fed]
+    by_member = [_foldings_of(own) for own in fed]
     foldings = list(itertools.chain(*by_member))
     return by_member, foldings, _cuts([one.num_rows * one.length for one in foldings]), _cuts([*map(sum, fed)])
 
@@ -230,10 +267,6 @@ def _mask_of(member: LayerCache | GroupLayer, num_tokens: int, options: dict[str
     return cast(mx.array | str | None, member.make_mask(num_tokens, **options))
 
 
-def _num_rows(member: LayerCache | GroupLayer) -> int:
-    return len(member.offsets) if isinstance(member, GroupLayer) else 1
-
-
 @lru_cache(16)
 def _offset_array(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> mx.array:
     """One array for all layers with the same offsets; for each token where rows feed `lengths`."""
@@ -243,64 +276,28 @@ def _offset_array(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> mx.arra
     return mx.array(offsets, dtype=mx.int32)
 
 
-class RaggedBatch:
-    """The layer caches of several rows, alone or in groups, borrowed and joined into a batch's cache.
+def join_layers(members: Sequence[Group | BatchRow]) -> list[LayerCache]:
+    """Layer caches of all rows together. Members on one head must be neighbours. Raises `NotRagged`."""
+    rows = [row for member in members for row in member.rows]
+    columns = zip(*[row.leaves for row in rows], strict=True)
+    return _arranged(rows[0].caches, (_join(members, leaf, column) for leaf, column in enumerate(columns)))
 
-    From `take_over` until `extract` rows have no recurrent state of their own.
-    """
 
-    _before: Sequence[list[mx.array | None]] = ()
-    """Recurrent state from `flat` until `settle`."""
+def flat_layers(layers: Sequence[LayerCache], lengths: tuple[int, ...]) -> list[LayerCache]:
+    """Joined layers for a call in which each row feeds `lengths` tokens."""
+    padding = Padding.of(lengths) if has_recurrent(layers) else None
+    leaves = (
+        leaf if isinstance(leaf, ArraysCache) else RaggedLayer(getattr(leaf, "members", [leaf]), lengths, padding)
+        for leaf in leaves_of(layers)
+    )
+    return _arranged(layers, leaves)
 
-    def __init__(self, members: Sequence[Group | BatchRow]) -> None:
-        """Members on one head must be neighbours. Raises `NotRagged`."""
-        self.rows = [row for member in members for row in member.rows]
-        """In the order of the batch."""
-        columns = zip(*[row.leaves for row in self.rows], strict=True)
-        self._leaves = [_join(members, leaf, column) for leaf, column in enumerate(columns)]
-        self.layers = _arranged(self.rows[0].caches, iter(self._leaves))
-        self._merged = [leaf for leaf in self._leaves if isinstance(leaf, ArraysCache)]
 
-    def flat(self, lengths: Sequence[int]) -> list[LayerCache]:
-        """Layer caches for a call in which each row feeds `lengths` tokens. Raises `NotRagged`."""
-        self._before = [list(merged.cache) for merged in self._merged]
-        fed, leaves = tuple(lengths), list[LayerCache]()
-        padding = Padding.of(fed) if self._merged else None
-        for merged in self._merged if len(set(lengths)) > 1 else ():
-            merged.prepare(lengths)
-        for leaf in self._leaves:
-            members = leaf.members if isinstance(leaf, RaggedLayer) else [leaf]
-            leaves.append(leaf if isinstance(leaf, ArraysCache) else RaggedLayer(members, fed, padding))
-        return _arranged(self.layers, iter(leaves))
-
-    def settle(self, stays: Sequence[bool]) -> None:
-        """After a call with `flat`'s layers: puts other rows' recurrent state back."""
-        before, self._before = self._before, []
-        for merged, states in zip(self._merged, before, strict=True):
-            merged.finalize()
-            if not all(stays):
-                merged.cache = [_chosen(stays, *pair) for pair in zip(merged.cache, states, strict=True)]
-
-    def take_over(self) -> None:
-        """Frees the rows' own recurrent state, merged now: its slices would hold an earlier batch's."""
-        for own in [leaf for row in self.rows if self._merged for leaf in row.leaves]:
-            if isinstance(own, ArraysCache):
-                own.cache = [None] * len(own.cache)
-
-    @property
-    def has_recurrent(self) -> bool:
-        return bool(self._merged)
-
-    @property
-    def recurrent_bytes(self) -> int:
-        """Bytes of all rows' merged state."""
-        return sum(merged.nbytes for merged in self._merged)
-
-    def extract(self, index: int) -> None:
-        """Writes row `index`'s recurrent state into its own caches, as lazy slices."""
-        for merged, own in zip(self._leaves, self.rows[index].leaves, strict=True):
-            if isinstance(own, ArraysCache):
-                own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
+def put_back(merged: ArraysCache, stays: Sequence[bool], before: Sequence[mx.array | None]) -> None:
+    """After a call with layers of `flat_layers`: rows that do not stay get their state of before."""
+    merged.finalize()
+    if not all(stays):
+        merged.cache = [_chosen(stays, *pair) for pair in zip(merged.cache, before, strict=True)]
 
 
 def _join(members: Sequence[Group | BatchRow], leaf: int, column: Sequence[LayerCache]) -> LayerCache:

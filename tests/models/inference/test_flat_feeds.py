@@ -17,7 +17,7 @@ from models.inference.batch import DecodeBatch
 from models.inference.grouping import Costs
 from models.inference.groups import BatchRow, Clock, GroupLayer
 from models.inference.probe import Form, Probe, last_rows
-from models.inference.ragged import NotRagged, Padding, RaggedBatch, inputs_of, ragged_attention
+from models.inference.ragged import NotRagged, Padding, inputs_of, ragged_attention
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import ArraysCache, make_prompt_cache
@@ -394,13 +394,13 @@ def _padding_attended(padding: Padding, padded: mx.array) -> mx.array:
     return padded.swapaxes(1, 2).flatten(0, 1)[: padding.seen.size, :, None]
 
 
-def _masked_on(batch: RaggedBatch, stays: Sequence[bool]) -> None:
+def _masked_on(*args: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ArraysCache, "finalize", lambda _: None)
-        SETTLE(batch, stays)
+        PUT_BACK(*args)
 
 
-CHOSEN, SETTLE = ragged._chosen, RaggedBatch.settle
+CHOSEN, PUT_BACK = ragged._chosen, ragged.put_back
 
 PLANTED = [
     ("llama_swa", GroupLayer, "_mask", _one_token_ahead),
@@ -415,7 +415,7 @@ PLANTED = [
     ("qwen3_5", ragged, "_chosen", _others_back),
     ("qwen3_5", ArraysCache, "prepare", lambda *_: None),
     ("qwen3_5", Padding, "flatten", _padding_attended),
-    ("qwen3_5", RaggedBatch, "settle", _masked_on),
+    ("qwen3_5", batches, "put_back", _masked_on),
 ]
 
 

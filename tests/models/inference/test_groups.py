@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache.types import LayerCache
 from models.errors import RowLost
 from models.inference import grouping, ragged
 from models.inference.grouping import Buffer, Costs, Row, Wanted, plan
 from models.inference.groups import Clock, GroupLayer
 from models.inference.probe import Form, Probe
-from models.inference.ragged import RaggedBatch
+from models.inference.ragged import join_layers
 from models.inference.runner import Runner
 from server.measure import launch
 from tests.models.inference import test_runner as driver
@@ -263,11 +264,11 @@ def test_a_row_is_not_touched_by_what_another_left_in_its_place() -> None:
 def test_rows_are_joined_once_while_they_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding, joined = Decoding(driver.runner_of(name)), list[object]()
 
-    def counting(*args: Any) -> RaggedBatch:
+    def counting(*args: Any) -> list[LayerCache]:
         joined.append(args)
-        return RaggedBatch(*args)
+        return join_layers(*args)
 
-    monkeypatch.setattr("models.inference.batch.RaggedBatch", counting)
+    monkeypatch.setattr("models.inference.batch.join_layers", counting)
     for length in (20, 21):
         decoding.join(length)
     decoding.step(6)
@@ -296,7 +297,7 @@ def _with_one_hidden(layer: GroupLayer, seen: int) -> mx.array:
     return mask
 
 
-def _one_further(layer: GroupLayer, offset: int) -> int:
+def _one_further(layer: GroupLayer, offset: Any) -> Any:
     return PLACE(layer, offset + 1 if layer.window else offset)
 
 
