@@ -194,6 +194,16 @@ def test_only_adjoining_segments_join() -> None:
 
 
 @pytest.mark.parametrize("name", ["attention", "concatenating", "quantized"])
+def test_forgotten_rows_are_replaced_by_those_of_the_next_tokens(name: str) -> None:
+    live, expected = CLASSES[name](), CLASSES[name]()
+    evaluate(live, 0, 9)
+    Layout(live).truncate_spans(live, 5)
+    evaluate(live, 5, 2)
+    evaluate(expected, 0, 7)
+    assert all_visible(live) == all_visible(expected)
+
+
+@pytest.mark.parametrize("name", ["attention", "concatenating", "quantized"])
 def test_rows_are_kept_and_added_to(name: str) -> None:
     """A slot that holds the first part keeps it, forgets what follows, and takes the rest from several sources."""
     make = CLASSES[name]

@@ -1,6 +1,8 @@
 """Rows that feed several tokens each in one model call: logits and state are those of a row alone, token by token."""
 
+import gc
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial, partialmethod
@@ -554,3 +556,22 @@ def test_a_row_that_left_before_its_step_was_settled_is_in_no_later_one() -> Non
     mx.eval(model(mx.array([[1, 2, 3]]), cache=rows[1].caches))
     batch.settle({rows[1]: 2})
     assert rows[1].caches[0].offset == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_batch_holds_neither_a_row_that_left_nor_recurrent_state_twice(name: str) -> None:
+    model: Any = tiny_models.build(name)
+    rows = [BatchRow(list(make_prompt_cache(model))) for _ in range(3)]
+    for row in rows:
+        mx.eval(model(mx.array([[1, 2, 3]]), cache=row.caches))
+    batch = DecodeBatch(None)
+    batch.arrange(rows, 0.0)
+    recurrent = [[leaf for leaf in row.leaves if isinstance(leaf, ArraysCache)] for row in rows]
+    assert all(leaf.empty() for row in recurrent for leaf in row)
+    batch.remove(rows[0].caches)
+    assert [leaf.empty() for leaf in recurrent[0]] == [False] * len(recurrent[0])
+    if not recurrent[0]:
+        left = weakref.ref(rows.pop(0).caches[0])
+        del row, recurrent
+        gc.collect()
+        assert left() is None
