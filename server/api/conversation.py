@@ -142,8 +142,7 @@ class Conversation:
 
     def parts(self, model_id: str) -> Prompt:
         """The parts that requests are compared by."""
-        given = (self.asked, self.tools, self.template_arguments)
-        return prompt_of(*given, model=model_id, namespace=self.namespace)
+        return prompt_of(self.asked, self.tools, self.template_arguments, model=model_id, namespace=self.namespace)
 
     def whole(self, reply: Message) -> Message:
         """The reply, joined to what it continues."""
