@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal, NotRequired, TypeVar
+from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -75,6 +75,9 @@ KeepAlive = Annotated[float | None, BeforeValidator(lambda value: None if value 
 """Seconds, infinite for "for ever", in any form that clients write; None if the request does not say."""
 
 
+_Think: TypeAlias = Literal[True, False, "high", "medium", "low", "max"]
+
+
 def _think(value: Any) -> Any:
     if value is None or isinstance(value, bool) or value in ("high", "medium", "low", "max"):
         return value
@@ -89,7 +92,7 @@ class OllamaBody(BodyModel):
     """Streamed unless false."""
     format: Format = None
     """"json" allows any object."""
-    think: Annotated[bool | str | None, BeforeValidator(_think)] = None
+    think: Annotated[bool | str | None, BeforeValidator(_think, json_schema_input_type=_Think | None)] = None
     options: params.Options | None = None
     keep_alive: KeepAlive = None
 
