@@ -5,7 +5,7 @@
 * a request whose prefix is being evaluated for another waits for that prefill, which gets the better of both ranks;
 * a request whose state is being read from disk lets others go on;
 * requests that must wait do not count towards `LOOKAHEAD`;
-* within a class the oldest goes first, but short prefills may pass a long one `MAX_PASSES` times;
+* within a class the oldest goes first, but short prefills may pass each chunk of a long one `MAX_PASSES` times;
 * a background request that was passed over `MAX_WAITS` times counts as interactive;
 * a sequence preempted for memory goes on once another has ended, and before any of a worse rank begins.
 
@@ -54,7 +54,8 @@ class Scheduled:
         """State of the request is being read from disk."""
         self.is_unread = False
         """The client has left much unread, so no other request waits for the end."""
-        self.num_passed = 0
+        self.num_passed = self.num_passed_before = 0
+        """Times that younger ones were chosen; of these, before its own latest chunk."""
         self.queue(request.tokens)
 
     def queue(self, tokens: TokenArray) -> None:
@@ -155,12 +156,13 @@ class Scheduler(Generic[S]):
             is_waiting = one in self._awaited or self._predecessors.get(one) is not None
             if one.arrival < chosen.arrival and not is_waiting:
                 one.num_passed += 1
+        chosen.num_passed_before = chosen.num_passed
         return chosen
 
     def _choose(self, todo: dict[S, int]) -> S:
         ranks = {one: min(one.rank, self._lent.get(one, one.rank)) for one in todo}
         first = min(todo, key=ranks.__getitem__)
-        if todo[first] <= self._chunk_tokens or first.num_passed >= MAX_PASSES:
+        if todo[first] <= self._chunk_tokens or first.num_passed - first.num_passed_before >= MAX_PASSES:
             return first
         short = [one for one, left in todo.items() if left <= self._chunk_tokens and ranks[one][0] == ranks[first][0]]
         return min(short, key=ranks.__getitem__, default=first)
