@@ -71,6 +71,8 @@ class OpenRequest:
     _log_due: float = 0.0
     """When a long prompt's next progress entry is, and the number of those before."""
     _num_logged: int = 0
+    _logged: tuple[float, int] = (0.0, 0)
+    """When the latest entry was, or the start, and the tokens evaluated until then."""
 
     @property
     def who(self) -> dict[str, str | None]:
@@ -124,6 +126,7 @@ class OpenRequest:
                 self.first_text_at = self.first_text_at or time.monotonic()
             case Started():
                 self.started, self.started_at = event, time.monotonic()
+                self._logged = self.started_at, 0
                 self._log_due = self.started_at + LONG_PREFILL_SECONDS
             case Progress():
                 self.evaluated_tokens = event.evaluated - self.cached_tokens
@@ -141,9 +144,12 @@ class OpenRequest:
         now = time.monotonic()
         if now < self._log_due or progress.evaluated >= progress.total - 1:
             return
-        tokens = (progress.evaluated, progress.total, self.evaluated_tokens / (now - self.started_at))
+        # Tokens cost more the further they are in: the speed of late tells more of the time to go.
+        logged_at, num_tokens = self._logged
+        tokens = (progress.evaluated, progress.total, (self.evaluated_tokens - num_tokens) / (now - logged_at))
         logger.info(PrefillProgress(self.request.request_id, self.session_id, *tokens, self._num_logged))
         self._log_due, self._num_logged = now + PROGRESS_SECONDS, self._num_logged + 1
+        self._logged = now, self.evaluated_tokens
 
 
 def counts_of(choices: Sequence[OpenRequest]) -> TokenCounts:

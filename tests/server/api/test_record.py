@@ -1,13 +1,16 @@
 """What is told of a request that has ended: each subscriber is one function of its record."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from models.inference.sampling_params import SamplingParams
+from server.api import record as module
 from server.api.activity import ended_fields
 from server.api.observe import Metrics, phases, span_attributes
 from server.api.record import Arrival, OpenRequest, RequestRecord, ended_entry
@@ -170,3 +173,17 @@ def test_metrics_count_each_request_once() -> None:
     assert value("request_time_per_output_token_seconds_sum") == 0.2
     assert value("restored_tokens_total", tier="disk") == 90
     assert value("lost_tokens_total", reason="system_changed") == 24
+
+
+def test_the_time_to_go_follows_from_the_speed_of_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "server.api.record")
+    times = iter([100.0, 104.0, 110.0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    one = OpenRequest(REQUEST, "tiny", ARRIVAL)
+    one.observe(Started(0, 50, 10, 10))
+    for evaluated in (30, 36):
+        one.observe(Progress(evaluated, 50))
+    told: list[Any] = [entry.msg for entry in caplog.records]
+    assert [one.tokens_per_second for one in told] == [20 / 4, 6 / 6]
