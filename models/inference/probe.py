@@ -398,7 +398,7 @@ class _Rows:
         prompt = evaluate.draw_tokens(rng, _SHORT_TOKENS)
         for part in (prompt[:4], prompt[4:]):
             evaluate([part], self._short)
-        needed = sum(self._lengths) * BatchRow(self._short).bytes_per_token
+        needed = sum(self._lengths[row] for row in self._tokens) * BatchRow(self._short).bytes_per_token
         if needed > MAX_STATE_BYTES:
             raise _NotProven(f"rows of {border} tokens, where attention changes, are {needed >> 20} MiB")
 

@@ -313,7 +313,7 @@ async def delete_model(request: Request) -> Response:
 
 def _create(context: ApiContext, named: str, ask: Callable[[], Modelfile], param: str) -> None:
     name, told = _free(context, named, param), ask()
-    source = _source(context, told.base)
+    source = _source(context, told.base, "from" if param == "model" else "source")
     with _refusing("parameters"):
         library.create(name, _place(source), replace(told, base=source.name))
 
@@ -335,7 +335,7 @@ def _delete(context: ApiContext, name: str) -> None:
         if names.find_stored(name) is not None:
             library.remove(name)
             return
-    source = _source(context, name)
+    source = _source(context, name, "model")
     why = "its weights may be other programs', too; mlx-serve rm removes them, at the server's own machine"
     raise ApiError(Code.INVALID_VALUE, f"{source.name} is no name that was given here: {why}", "model")
 
@@ -352,11 +352,11 @@ def _free(context: ApiContext, name: str, param: str) -> str:
     return free
 
 
-def _source(context: ApiContext, name: str) -> ModelSource:
+def _source(context: ApiContext, name: str, param: str) -> ModelSource:
     """Raises ApiError and PoolError."""
     source = find_named(context.pool.source_of, name)
     if source.adapter is not None:
-        raise wrong("model", f"{source.adapter} is an adapter, which has no name but the one of --adapter")
+        raise wrong(param, f"{source.adapter} is an adapter, which has no name but the one of --adapter")
     return source
 
 

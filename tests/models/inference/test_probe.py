@@ -20,6 +20,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
 from models.inference import probe
+from models.inference.groups import BatchRow
 from models.inference.probe import Form, Probe
 from models.inference.ragged import Parts, RaggedLayer
 from models.inference.runner import Runner
@@ -383,6 +384,14 @@ def test_rows_too_large_to_make_up_are_not_proven(
     monkeypatch.setattr(probe, "MAX_STATE_BYTES", 1 << 10)
     assert not is_ragged(build("llama", "float32"))
     assert "not proven" in caplog.text
+
+
+def test_only_rows_that_are_made_up_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", "float32")
+    caches = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=caches)
+    monkeypatch.setattr(probe, "MAX_STATE_BYTES", (7 + 254 + 325) * BatchRow(caches).bytes_per_token)
+    assert is_ragged(model)
 
 
 def test_a_class_without_ragged_form_costs_no_evaluation() -> None:
