@@ -37,7 +37,7 @@ class DiskMatch:
 
     offset: int
     rows: list[FilePart]
-    """Those that memory lacks."""
+    """Rows that memory lacks."""
     snapshot: StoredFile | None
     """None if the model needs no snapshot."""
     place: DiskPlace

@@ -128,7 +128,7 @@ GROWTH_TOKENS = 256
 
 
 _Rows: TypeAlias = tuple[RowLeaf, LayerCache, range]
-"""A row layer's adapter, its live cache, and the range of its components among those of all row layers."""
+"""One row layer: its adapter, its live cache, and the numbers of its components, counted over all row layers."""
 
 
 class Layout:

@@ -161,7 +161,7 @@ class GroupLayer:
         return self.keys.nbytes + self.values.nbytes
 
     def own_bytes(self, index: int, cache: LayerCache) -> int:
-        """Those that row `index` would have in buffers of its own."""
+        """Bytes that row `index` would take in buffers of its own."""
         return self._own_tokens(index, tail_of(cache)) * (self.num_bytes // (self.keys.shape[0] * self.capacity))
 
     def _own_tokens(self, index: int, own: LayerCache) -> int:

@@ -158,7 +158,7 @@ class _Plan:
     """Steps in which rows are compared with each alone."""
 
     difference: str
-    """What is said of one."""
+    """What a refusal says where rows differ."""
     steps: Sequence[Mapping[int, tuple[int, int]]]
     """For each step and row, the tokens fed, and how many of them stay."""
 

@@ -69,7 +69,7 @@ def _counted(penalties: tuple[float, ...], length: int, held: Sequence[TokenIds]
 
 
 def _repeated_ends(params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> _Window:
-    """`lengths`: of each token, those before it that equal the last ones, at most `MAX_REPEATED`."""
+    """`lengths`: for each place, how many tokens before it equal the sequence's last ones; at most `MAX_REPEATED`."""
     assert params.dry_penalty_last_n != ALL_TOKENS, "`within` says how many all of them can become"
     recent = _last_tokens(held, params.dry_penalty_last_n, vocab_size)
     lengths = _repeated_lengths(recent, (recent == _NO_TOKEN) | _breakers_of(params, vocab_size)[recent])
@@ -131,7 +131,7 @@ class RowSampling:
         return state
 
     def ahead(self, draft: Sequence[int]) -> list["RowSampling"]:
-        """This state, and those behind each token of a draft. No `BatchSampler` may hold newer penalties."""
+        """This state, then the state behind each token of a draft. No `BatchSampler` may hold newer penalties."""
         found = [self]
         penalties = _windowed([self], self._vocab_size) if draft and any(self.windows) else []
         for token in draft:

@@ -1,4 +1,4 @@
-"""A model under a local name: where its weights are, its defaults for requests, and its Modelfile as Ollama has it.
+"""A model under a local name: the place of its weights, default parameters of requests, and the text as a Modelfile.
 
 A Modelfile has one instruction a line, in any case: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`. Three quotes
 allow several lines; `#` begins a comment. Pure.

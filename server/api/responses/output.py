@@ -194,7 +194,7 @@ class _Call(_Item):
 
 
 class _CustomCall(_Call):
-    """Its input is read from its growing JSON arguments."""
+    """A call of a custom tool: the text `input` is taken from the model's JSON arguments as they arrive."""
 
     kind, prefix, held = "custom_tool_call", "ctc", "input"
     _arguments = ""
