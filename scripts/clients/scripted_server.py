@@ -99,9 +99,11 @@ class ScriptedEngine:
     def submit(self, request: GenerationRequest) -> Any:
         """Queues a request with its reply chosen."""
         exchange = Exchange(request.tokens, request.is_idle_work)
-        self.exchanges.append(exchange)
         if request.is_idle_work:
-            return self._engine.submit(request)
+            generation = self._engine.submit(request)
+            self.exchanges.append(exchange)  # open by now, for who waits until it is not
+            return generation
+        self.exchanges.append(exchange)
         exchange.text = self._reply_to(self._decode(request.tokens.tolist()))
         choices = json.dumps([exchange.text])
         compiled = self._binder.compile(Grammar(GrammarKind.CHOICE, choices))
