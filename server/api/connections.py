@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import math
+import re
 import resource
 import socket
 import struct
@@ -49,6 +50,9 @@ RETRY_SECONDS = 5
 MAX_LINGERING = ACCEPTED_AT_ONCE
 LINGER_SECONDS = 1.0
 CLOSE = (b"connection", b"close")
+MAX_HEAD_BYTES = 1 << 16
+"""Of a request's first line and headers, as they are sent."""
+_ABSOLUTE = re.compile(rb"https?://([^/?#@]+)((?:[/?#].*)?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,40 @@ class HttpConfig(uvicorn.Config):
             loop.default_exception_handler(context)
 
 
+class _Parser(h11.Connection):
+    """Also refuses long heads that come at once, and other versions; reads whole addresses as paths."""
+
+    has_long_head = False
+
+    def next_event(self) -> Any:
+        """As h11; raises RemoteProtocolError."""
+        if self.their_state is not h11.IDLE:
+            return super().next_event()
+        num_bytes = len(self.trailing_data[0])
+        self.has_long_head = num_bytes > MAX_HEAD_BYTES  # holds where h11 raises
+        event = super().next_event()
+        if not isinstance(event, h11.Request):
+            return event
+        self.has_long_head = num_bytes - len(self.trailing_data[0]) > MAX_HEAD_BYTES
+        if self.has_long_head or not event.http_version.startswith(b"1."):
+            raise h11.RemoteProtocolError("a long head, or another version")
+        found = _ABSOLUTE.fullmatch(event.target)
+        return event if found is None else _with_target(event, *found.groups())
+
+
+def _with_target(request: h11.Request, host: bytes, rest: bytes) -> h11.Request:
+    """A request for a whole address: its host counts, not that of the header (RFC 9112, 3.2.2)."""
+    others = [(name, value) for name, value in request.headers if name != b"host"]
+    target = rest if rest.startswith(b"/") else b"/" + rest
+    headers = [(b"host", host), *others]
+    return h11.Request(method=request.method, target=target, headers=headers, http_version=request.http_version)
+
+
 class Connection(H11Protocol):
     """One connection. Event loop only."""
 
     config: HttpConfig
+    conn: _Parser
     _is_lingering = False
     _num_received = 0
     _awaited: tuple[str, int] | None = None
@@ -113,6 +147,10 @@ class Connection(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------------------------- asyncio's protocol
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = _Parser(h11.SERVER, MAX_HEAD_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Joins, if needed in place of an idle connection."""
@@ -213,9 +251,11 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP; uvicorn would use plain text, and fail after an earlier answer."""
-        self.config.report("closed a connection: what its client sent is no HTTP/1.1")
+        long = f"the first line and the headers of a request have more than {MAX_HEAD_BYTES} bytes"
+        why = long if self.conn.has_long_head else "what was sent is no HTTP/1.1 request"
+        self.config.report(f"closed a connection: {why}")
         if self._may_answer:
-            self._answer(ApiError(Code.INVALID_HTTP, "what was sent is no HTTP/1.1 request"))
+            self._answer(ApiError(Code.INVALID_HTTP, why))
         else:
             self.drop()
 

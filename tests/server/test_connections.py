@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.connections import MAX_LINGERING, HttpConfig, Limits
+from server.api.connections import MAX_HEAD_BYTES, MAX_LINGERING, HttpConfig, Limits
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason
 from tests.support.apps import create_app
@@ -254,9 +254,13 @@ def test_a_client_that_closes_has_left(address: str, engine: FakeEngine, stream:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         HEAD + b"Content-Length: x\r\n\r\n",
         HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HEAD.replace(b"HTTP/1.1", b"HTTP/9.9") + b"\r\n",
         HEAD + b"X-Long: " + b"x" * 200_000,
+        HEAD + b"X-Long: " + b"x" * 66_000 + b"\r\n\r\n",
+        HEAD + b"X-Long: " + b" " * 66_000 + b"x\r\n\r\n",
+        HEAD + b"X: y\r\n" * 11_000 + b"\r\n",
     ],
-    ids=["tls", "length", "chunk", "long head"],
+    ids=["tls", "length", "chunk", "version", "endless head", "long head", "blanks", "many headers"],
 )
 def test_what_is_no_http_is_told_so_and_logged_once(
     address: str, engine: FakeEngine, caplog: pytest.LogCaptureFixture, sent: bytes
@@ -268,6 +272,43 @@ def test_what_is_no_http_is_told_so_and_logged_once(
         assert json.loads(body)["error"]["code"] == "invalid_http"
     assert [record.name for record in caplog.records] == ["server.api.connections"]
     assert not engine.requests and is_served(address)
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_HEAD_BYTES, MAX_HEAD_BYTES + 1])
+@pytest.mark.parametrize("piece", [MAX_HEAD_BYTES + 1, 40_000], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"], ids=["first", "pipelined"])
+def test_a_head_is_as_long_as_it_may_be_however_it_arrives(
+    patient: str, num_bytes: int, piece: int, before: bytes
+) -> None:
+    start = b"GET /health HTTP/1.1\r\nHost: here\r\nConnection: close\r\nX: "
+    head = start + b"x" * (num_bytes - len(start) - 4) + b"\r\n\r\n"
+    with connect(patient, before) as connection, contextlib.suppress(ConnectionError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for place in range(0, len(head), piece):
+            connection.sendall(head[place : place + piece])
+            time.sleep(0.01 if len(head) > piece else 0)  # so that the server reads each piece by itself
+        answers = received(connection)
+    assert (b" 200 " in answers.split(b"\r\n\r\n")[-2]) == (num_bytes <= MAX_HEAD_BYTES)
+    assert (b"invalid_http" in answers) == (num_bytes > MAX_HEAD_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://127.0.0.1:8080/health", b"200"),
+        (b"HTTPS://localhost/v1/models?limit=1", b"200"),
+        (b"http://[::1]", b"200"),
+        (b"http://evil.example/health", b"403"),
+        (b"http://me@localhost/health", b"404"),
+        (b"ftp://localhost/health", b"404"),
+    ],
+)
+@pytest.mark.parametrize("host", [b"localhost", b"evil.example"])
+def test_a_whole_address_stands_for_host_and_path(address: str, target: bytes, status: bytes, host: bytes) -> None:
+    if host == b"evil.example" and status == b"404":
+        status = b"403"  # no address that is understood: the header counts
+    with connect(address, b"GET %s HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % (target, host)) as connection:
+        assert received(connection).startswith(b"HTTP/1.1 %s " % status)
 
 
 def test_no_warning_tells_of_each_write_to_a_client_that_has_left(
