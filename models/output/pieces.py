@@ -303,6 +303,13 @@ class ReasoningWatch:
             return ()
         return self._format.closing_ids[self._num_forced :]
 
+    def close(self) -> bool:
+        """Ends the reasoning, as at its limit; False outside it, and where no tokens close it."""
+        if not self.is_thinking or not self._format.closing_ids:
+            return False
+        self._max_tokens = 0
+        return True
+
     def finish(self) -> None:
         """Counts the tokens held back."""
         self.num_tokens, self._num_held = self.num_tokens + self._num_held, 0

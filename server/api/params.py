@@ -30,7 +30,7 @@ from server.api.conversation import Conversation
 from server.api.dialect import context_of, namespace_of
 from server.api.errors import ApiError, Code, ContextExceeded, wrong
 from server.api.sessions import resolve_session_id
-from server.engine.request import GenerationOptions, GenerationRequest, TokenArray
+from server.engine.request import LOOP_GUARD, GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -131,11 +131,13 @@ def question_of(
 ) -> Question:
     """The valid request for a prompt's continuation; raises ApiError or InvalidParameter."""
     options = {option.name: getattr(params, option.name) for option in fields(GenerationOptions)}
+    loops = params.loops or (LOOP_GUARD if context_of(incoming.http).config.loop_guard else None)
+    options |= {"stop": params.stop or model.defaults.stop, "loops": loops if loops and loops.max_pattern else None}
     request = GenerationRequest(
         request_id=incoming.request_id,
         tokens=prompt.tokens,
         max_tokens=_fitting_max_tokens(len(prompt.tokens), params, model, incoming),
-        **{**options, "stop": params.stop or model.defaults.stop},
+        **options,
         session_id=resolve_session_id(incoming.fields, incoming.http.headers),
         namespace=namespace,
         adapter=model.adapter,

@@ -5,6 +5,7 @@ tokens, or behind a draft too. A grammar binds the answer behind the reasoning; 
 that close it.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from models.errors import GrammarFailed
 from models.output.grammar import MaskWords, OutputGrammar, allows
 from models.output.pieces import MarkerSearch, ReasoningWatch, TokenLogprob
 from models.output.tool_calls import CallWatch
-from server.engine.request import Delta, FinishReason, GenerationRequest
+from server.engine.request import Delta, FinishReason, GenerationRequest, LoopRule
 
 
 class TextDecoder(Protocol):
@@ -95,6 +96,35 @@ class GrammarConstraint:
         return masks
 
 
+class LoopWatch:
+    """Tells when the last tokens are a loop.
+
+    A token costs as much as it has places among the last `max_pattern` ones: a few in a text.
+    """
+
+    def __init__(self, rule: LoopRule) -> None:
+        self._rule = rule
+        self._num_tokens = 0
+        self._places = defaultdict[int, deque[int]](lambda: deque(maxlen=rule.max_pattern))
+        """Of each token, the latest last."""
+        self._runs: dict[int, int] = {}
+        """By length of a pattern, how many last tokens equal those a pattern before."""
+
+    def accept(self, token: int) -> bool:
+        """Takes the next token; whether a loop ends with it."""
+        places, rule = self._places[token], self._rule
+        while places and self._num_tokens - places[0] > rule.max_pattern:
+            places.popleft()
+        patterns = [self._num_tokens - place for place in places]
+        self._runs = {size: self._runs.get(size, 0) + 1 for size in patterns}
+        places.append(self._num_tokens)
+        self._num_tokens += 1
+        return any(
+            size >= rule.min_pattern and size + run >= max(size * rule.min_count, rule.min_tokens)
+            for size, run in self._runs.items()
+        )
+
+
 class Output:
     """The output of one request. It survives replays. Text that may begin a stop string is held back."""
 
@@ -104,7 +134,10 @@ class Output:
         self.stop_token: int | None = None
         self.stop_text: str | None = None
         """Nothing behind it is emitted."""
+        self.is_loop = False
+        """A loop has ended the output."""
         self._request = request
+        self._loops = LoopWatch(request.loops) if request.loops is not None else None
         self._ends = end_token_ids
         self._decoder = decoder
         self._stops = MarkerSearch(request.stop)
@@ -172,13 +205,25 @@ class Output:
                 return deltas
         self._note(token, logprob)
         text = self._decode(token)
+        repeats = self._loops is not None and self._loops.accept(token)
         may_stop = not is_end and len(self.tokens) > self._request.sampling.min_tokens
         text = self._emitted(text) if may_stop else self._stops.flush() + text
         if is_end or self.stop_text is not None or any(bound.is_complete for bound in self._bounds):
             text += self._ended(FinishReason.STOP)
         elif len(self.tokens) >= self._request.max_tokens:
             text += self._ended(FinishReason.LENGTH)
+        elif repeats and may_stop:
+            text += self._without_loop()
         return self._delta(text)
+
+    def _without_loop(self) -> str:
+        """Ends the thought that repeats itself, or else the output; returns the text held back."""
+        assert self._request.loops is not None
+        self._loops = LoopWatch(self._request.loops)
+        if self._reasoning is not None and self._reasoning.close():
+            return ""
+        self.is_loop = True
+        return self._ended(FinishReason.LENGTH)
 
     def end(self, reason: FinishReason) -> list[Delta]:
         """Returns the text held back; a stop string in it makes `STOP` the reason, except after a cancel."""

@@ -40,6 +40,23 @@ class Priority(IntEnum):
     BACKGROUND = 1
 
 
+@dataclass(frozen=True)
+class LoopRule:
+    """Which repetition of the last tokens is a loop. A pattern of tokens repeats without a gap."""
+
+    max_pattern: int = 128
+    """Tokens of a pattern at most; 0 for no loop ever."""
+    min_pattern: int = 1
+    min_count: int = 8
+    """The fewest times that a pattern stands there, at least 2."""
+    min_tokens: int = 0
+    """The fewest tokens of all times together."""
+
+
+LOOP_GUARD = LoopRule(min_tokens=256)
+"""Long enough for what answers repeat on purpose: rules of dashes, rows of zeros, blank cells."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GenerationOptions:
     """What a client may ask of any prompt's continuation."""
@@ -64,6 +81,8 @@ class GenerationOptions:
     """Likely tokens to report for each prompt token, at `Finished`. Needs `cache_prompt` to be false."""
     prediction: TokenArray | None = None
     """What the client expects of the answer: a text for drafts only."""
+    loops: LoopRule | None = None
+    """What ends a thought, or else the output. Not before `min_tokens`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,6 +206,8 @@ class Finished:
     accepted_prediction_tokens: int | None = None
     rejected_prediction_tokens: int | None = None
     """Both None where the request has no `prediction`."""
+    is_loop: bool = False
+    """A loop ended the output; the reason is `LENGTH`."""
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,7 @@ class Sequence(Scheduled):
             scored=(*self.prompt_logprobs[: len(self.request.tokens) - 1], *self._output_logprobs),
             accepted_prediction_tokens=(followed.num_confirmed if followed else 0) if predicts else None,
             rejected_prediction_tokens=(followed.num_missed if followed else 0) if predicts else None,
+            is_loop=self.output.is_loop,
         )
         return [finished]
 

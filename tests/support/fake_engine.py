@@ -65,6 +65,7 @@ class Script:
     """Raised in place of the end, after the texts."""
     stop_text: str | None = None
     stop_token: int | None = None
+    is_loop: bool = False
     reasoning_tokens: int | None = None
     miss: Miss | None = None
     progress: tuple[int, ...] = ()
@@ -222,6 +223,7 @@ class FakeEngine(Engine):
             started,
             script.reasoning_tokens,
             stop_token=script.stop_token,
+            is_loop=script.is_loop,
             accepted_prediction_tokens=None if request.prediction is None else accepted,
             rejected_prediction_tokens=None if request.prediction is None else drafted - accepted,
         )

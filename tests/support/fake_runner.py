@@ -347,3 +347,27 @@ def tokens_in(caches: Sequence[LayerCache]) -> list[int]:
     """Returns the tokens that the first layer holds."""
     first = caches[0]
     return fake_model.contents([first], first.offset)[0] if first.offset else []
+
+
+@dataclass(eq=False)
+class ScriptedRow(FakeRow):
+    """Says a script behind its prompt, over and over."""
+
+    script: Sequence[int] = ()
+    num_prompt: int = 0
+
+    def sample_after(self, tokens: Sequence[int], place: int = 0) -> int:
+        """Returns the script's next token, whatever was sampled before."""
+        return self.script[(len(tokens) - self.num_prompt) % len(self.script)]
+
+
+@dataclass
+class ScriptedRunner(FakeRunner):
+    """A model that would say a script; what is bound or forced it says otherwise."""
+
+    script: Sequence[int] = ()
+
+    def make_row(self, caches: list[LayerCache], sampling: SamplingParams, next_token: int, **told: Any) -> FakeRow:
+        """Returns a row that says the script."""
+        made = super().make_row(caches, sampling, next_token, **told)
+        return ScriptedRow(**vars(made), script=self.script, num_prompt=len(told["prompt"]))

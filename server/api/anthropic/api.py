@@ -373,7 +373,8 @@ class _MessageExchange(Exchange):
 
     def _stop_reason(self, finished: Finished) -> str:
         if finished.reason is FinishReason.LENGTH:
-            return "model_context_window_exceeded" if self._num_left > 0 else "max_tokens"
+            is_full = self._num_left > 0 and not finished.is_loop
+            return "model_context_window_exceeded" if is_full else "max_tokens"
         if finished.stop_text is not None:
             return "stop_sequence"
         kinds = [block["type"] for block in self._content.so_far]

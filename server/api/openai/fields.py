@@ -8,8 +8,8 @@ IN_BOTH: Rules = refused("""
         do_sample=true
     there is no such sampler here: samplers custom_logit_processor top_a=0 tfs_z=1 mirostat=0 dynatemp_range=0
         min_keep=0 no_repeat_ngram_size=0 watermark=false watermarking=false logits_processors=[]
-    an answer ends where the model ends it, at a text in stop, at a token, or at max_tokens: repetition_detection
-        stop_regex=""|[] n_indent=0 t_max_predict_ms=0|-1
+    an answer ends where the model ends it, at a text in stop, at a token, or at max_tokens: stop_regex=""|[]
+        n_indent=0 t_max_predict_ms=0|-1
     special tokens are never part of the answer: skip_special_tokens=true
     prompts are never cut; what is too long is answered with an error: truncate_prompt_tokens truncate
         truncation="disabled" transforms=[]

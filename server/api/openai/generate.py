@@ -31,7 +31,7 @@ from server.api.params import ForcedCalls, Incoming, ask, check_token_ids, quest
 from server.api.record import AnswerCosts, CostsAtEnd, costs_of
 from server.api.wire import Payload, sse_event
 from server.app.config import ServerConfig
-from server.engine.request import Delta, Failed, Finished, FinishReason, Priority, Started, TokenArray
+from server.engine.request import LOOP_GUARD, Delta, Failed, Finished, FinishReason, Priority, Started, TokenArray
 from server.pool.served import ServedModel
 
 MAX_EXPLICIT_POINTS = 16
@@ -77,7 +77,7 @@ class ChoiceEnd(TypedDict):
     finish_reason: str | None
     token_ids: NotRequired[list[int]]
     stop_reason: NotRequired[str | int | None]
-    """None for an end of turn or a limit."""
+    """None for an end of turn or a limit; `repetition_detected` for a loop."""
     matched_stop: NotRequired[str | int | None]
     """As `stop_reason`, or the token of the end of turn."""
     error: NotRequired[ErrorObject]
@@ -251,6 +251,9 @@ class _ChoiceExchange(Exchange):
             return "error", {"error": error_object(explain(end.error, self.request.request_id))}
         token, text = end.stop_token, end.stop_text
         asked = token if token in self.request.stop_token_ids else None
+        if end.is_loop:
+            reason = "length" if self.request.loops == LOOP_GUARD else "repetition"
+            return reason, {"stop_reason": "repetition_detected", "matched_stop": None}
         is_calls = self.parser.made_calls and end.reason is FinishReason.STOP
         told = {"stop_reason": asked if text is None else text, "matched_stop": token if text is None else text}
         return "tool_calls" if is_calls else end.reason.value, told

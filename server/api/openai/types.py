@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
@@ -21,7 +21,7 @@ from server.api.bodies import BodyModel, Whole, as_whole
 from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
 from server.api.params import AnswerGrammar, ForcedCalls
-from server.engine.request import Priority
+from server.engine.request import LoopRule, Priority
 from server.pool.served import ServedModel
 
 
@@ -135,6 +135,27 @@ def _priority(value: Any) -> Any:
     return None if value == 0 and not isinstance(value, bool) else value
 
 
+class RepetitionDetection(BodyModel):
+    """vLLM's `repetition_detection`."""
+
+    max_pattern_size: Annotated[Whole, Field(ge=0, le=2048)] = 0
+    """0 detects nothing."""
+    min_pattern_size: Annotated[Whole, Field(ge=0)] = 0
+    min_count: Annotated[Whole, Field(ge=0, le=1000)] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> "RepetitionDetection":
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError("min_pattern_size is above max_pattern_size")
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError("min_count must be at least 2")
+        return self
+
+    def rule(self) -> LoopRule:
+        """What ends an answer."""
+        return LoopRule(self.max_pattern_size, self.min_pattern_size, self.min_count)
+
+
 _Breaker = Annotated[str, Field(max_length=64)]
 _BadWord = Annotated[str, Field(max_length=128)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -222,6 +243,7 @@ class GenerationBody(BoundBody, params.SampledBody, SharedBody):
     min_new_tokens: _MinTokens = None
     """Another name of `min_tokens`; the larger counts."""
     ignore_eos: bool | None = None
+    repetition_detection: RepetitionDetection | None = None
     metadata: dict[str, Any] | None = None
     options: params.Options | None = None
     """Ollama's fields; those of the body itself take precedence."""
@@ -537,6 +559,7 @@ def read_params(body: GenerationBody, model: ServedModel) -> params.GenerationPa
         is_volatile=body.store is False or body.prompt_cache_retention in IN_MEMORY,
         priority=Priority.BACKGROUND if is_background else Priority.INTERACTIVE,
         ignore_eos=body.ignore_eos is True,
+        loops=None if body.repetition_detection is None else body.repetition_detection.rule(),
         grammar=grammar,
     )
 

@@ -12,9 +12,10 @@ from server.api.openai.fields import IN_CHAT, IN_CHAT_PRIME, IN_TEXT, IN_TEXT_PR
 from server.api.openai.generate import CompletionBody
 from server.api.openai.types import ChatBody, GenerationBody
 from server.app.config import ServerConfig
+from server.engine.request import LOOP_GUARD, FinishReason, LoopRule
 from tests.support.apps import create_app
 from tests.support.docs import Page, fields
-from tests.support.fake_engine import FakeEngine, fake_model
+from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 JSON = {"Content-Type": "application/json"}
 
@@ -177,3 +178,70 @@ def test_a_prime_refuses_what_its_endpoint_refuses(
 ) -> None:
     assert of_prime.keys() - of_endpoint.keys() == {"stream", "cache_prompt", "n"} | more
     assert of_endpoint.items() <= of_prime.items()
+
+
+DETECTION = {"max_pattern_size": 20, "min_pattern_size": 2, "min_count": 4}
+
+
+@pytest.mark.parametrize(
+    ("guards", "asked", "rule"),
+    [
+        (False, None, None),
+        (True, None, LOOP_GUARD),
+        (True, DETECTION, LoopRule(20, 2, 4)),
+        (False, {"max_pattern_size": 8, "min_count": 2}, LoopRule(8, 0, 2)),
+        (True, {"max_pattern_size": 0}, None),
+        (True, {}, None),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_vllms_repetition_detection_comes_before_the_guard(
+    path: str, guards: bool, asked: dict[str, Any] | None, rule: LoopRule | None
+) -> None:
+    engine = FakeEngine()
+    client = TestClient(create_app(engine, fake_model(), ServerConfig(loop_guard=guards)))
+    assert post(client, path, repetition_detection=asked).status_code == 200
+    assert engine.requests[0].loops == rule
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_pattern_size": 4},
+        {"max_pattern_size": 4, "min_count": 1},
+        {"max_pattern_size": 4, "min_pattern_size": 5, "min_count": 2},
+        {"max_pattern_size": -1},
+        {"max_pattern_size": 10**9, "min_count": 2},
+        {"max_pattern_size": "4", "min_count": 2},
+        True,
+    ],
+)
+def test_a_repetition_that_vllm_refuses_is_refused(client: TestClient, wrong: Any) -> None:
+    answer = post(client, CHAT, repetition_detection=wrong)
+    assert (answer.status_code, answer.json()["error"]["param"].partition(".")[0]) == (400, "repetition_detection")
+
+
+MESSAGE = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ends"),
+    [
+        (CHAT, {**MESSAGE, "repetition_detection": DETECTION}, ('"repetition"', '"repetition_detected"')),
+        (CHAT, MESSAGE, ('"length"', '"repetition_detected"')),
+        (TEXT, {"prompt": "Hi"}, ('"length"', '"repetition_detected"')),
+        ("/v1/messages", MESSAGE, ('"max_tokens"',)),
+        ("/v1/responses", {"input": "Hi"}, ('"incomplete"', '"max_output_tokens"')),
+        ("/api/chat", MESSAGE, ('"length"',)),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_a_loop_ends_says_so_in_its_dialects_own_values(
+    path: str, body: dict[str, Any], ends: tuple[str, ...], stream: bool
+) -> None:
+    engine = FakeEngine(Script(("round ", "round "), FinishReason.LENGTH, is_loop=True))
+    client = TestClient(create_app(engine, fake_model(), ServerConfig(loop_guard=True)))
+    answer = client.post(path, content=json.dumps({"model": "tiny", **body, "stream": stream}), headers=JSON)
+    assert answer.status_code == 200, answer.text
+    assert all(end in answer.text for end in ends)
+    assert "context_window" not in answer.text
