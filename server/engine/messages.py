@@ -41,8 +41,12 @@ class Mailbox:
     def _read(self) -> None:
         # Later posts wake the loop again, even if this call still reads them.
         self._wakes = False
-        for _ in range(len(self._posted)):
-            self._posted.popleft()()
+        try:
+            for _ in range(len(self._posted)):
+                self._posted.popleft()()
+        except Exception:
+            self.loop.call_soon(self._read)  # the loop reports the error; the deliveries after it are not lost
+            raise
 
 
 MAX_PENDING = 64

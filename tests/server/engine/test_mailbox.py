@@ -53,6 +53,27 @@ def test_what_is_posted_while_the_loop_reads_is_read_too() -> None:
     assert read == ["first", "second"]
 
 
+def test_a_delivery_that_raises_is_reported_and_strands_no_other() -> None:
+    read, errors = list[int](), list[BaseException]()
+
+    def deliver(number: int) -> None:
+        if number % 3:
+            raise ValueError(number)
+        read.append(number)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
+        mailbox, is_read = Mailbox(loop), asyncio.Event()
+        for number in (1, 2, 3, 4, 6):
+            mailbox.post(partial(deliver, number))
+        mailbox.post(is_read.set)
+        await asyncio.wait_for(is_read.wait(), 30)
+
+    asyncio.run(run())
+    assert read == [3, 6] and [str(error) for error in errors] == ["1", "2", "4"]
+
+
 def test_each_post_to_a_closed_loop_says_so() -> None:
     loop = asyncio.new_event_loop()
     mailbox = Mailbox(loop)
