@@ -193,14 +193,16 @@ class Lease:
         """Stores what restoring the sequence takes, if there is memory; else nothing is evicted for it."""
         trie, node = self._trie, self._slot.tip
         assert node.stop == self.offset, "only a committed sequence can be captured"
+        before = node.snapshot, node.kind, node.is_explicit
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
         self._memory.order.changed(node)
         if self._pager.layout.needs_snapshots and not is_restorable(self._pager.layout, node):
-            node.kind, before = kind, node.snapshot
+            node.kind = kind
             trie.snap(node, self._pager.snapshot(self._slot))
             marked, is_background = self._mark_superseded(), self._slot.is_background
             if self._reclaimer.free(protected=[node], is_background=is_background, or_nothing=True) > 0:
-                trie.snap(node, before)
+                snapshot, node.kind, node.is_explicit = before
+                trie.snap(node, snapshot)
                 for older, last_used in marked:
                     older.last_used = last_used
                     self._memory.order.changed(older)

@@ -144,9 +144,12 @@ def test_a_restore_point_never_exceeds_the_budget(is_short: bool) -> None:
     prefix_cache = make("TR", num_slots=1)
     lease = begin(prefix_cache, [1, 2, 3])
     evaluate(lease, [1])
+    before = lease._slot.tip.kind, lease._slot.tip.is_explicit
     if is_short:
         prefix_cache.ledger.budget_bytes = prefix_cache.ledger.charged_bytes
     lease.keep(RestorePointKind.EXPLICIT)
+    kept = before if is_short else (RestorePointKind.EXPLICIT, True)
+    assert (lease._slot.tip.kind, lease._slot.tip.is_explicit) == kept, "a refused point leaves its node as it was"
     assert prefix_cache.ledger.excess_bytes() <= 0
     assert prefix_cache.peek(Lookup(fake_model.tokens_of(1, 9))) == (0 if is_short else 1)
     prefix_cache.check()
