@@ -5,8 +5,10 @@ needs. Each member costs operations in every layer, a group of different lengths
 read with their padding. Costs count in tokens: one is the time to read one token's keys and values in all layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 GROWTH_TOKENS = 128
@@ -25,12 +27,12 @@ class Costs:
     mask: float = 0.0
     """More for a group of different lengths."""
     masked_token: float = 1.0
-    """Of a token read under a mask."""
+    """Of a token read under a mask; at least 1."""
 
-    def of(self, lengths: Sequence[int]) -> float:
-        """Cost of a member with rows of these lengths."""
-        num_tokens = len(lengths) * max(lengths)
-        if min(lengths) == max(lengths):
+    def of(self, num_rows: int, shortest: int, longest: int) -> float:
+        """Cost of a member with so many rows, of these lengths."""
+        num_tokens = num_rows * longest
+        if shortest == longest:
             return self.member + num_tokens
         return self.member + self.mask + self.masked_token * num_tokens
 
@@ -54,6 +56,10 @@ class Buffer:
     room: int
     capacity: int
     """Tokens of each row."""
+
+    def fits(self, num_rows: int, longest: int) -> bool:
+        """Whether rows fit that have at most `longest` tokens, with one more for each."""
+        return num_rows <= self.room and longest < self.capacity
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,13 @@ def plan(rows: Sequence[Row], groups: Sequence[Buffer], *, costs: Costs, spare_t
     Groups hold at most `spare_tokens` more than their rows reserved.
     """
     planner = _Planner(rows, groups, costs)
-    held = [[place for place, row in enumerate(rows) if row.group == index] for index in range(len(groups))]
-    now = [member for member in held if len(member) > 1]
-    options = [planner.place(now), [], planner.place(planner.with_joins(now)), *planner.cheaper()]
-    fitting = [option for option in options if planner.extra_tokens(option) <= max(0, spare_tokens)]
-    return min(fitting, key=planner.total_cost)
+    best, least = list[Wanted](), float("inf")
+    for bound, option in planner.options():
+        if bound >= least:
+            break
+        if planner.extra_tokens(option) <= max(0, spare_tokens) and (cost := planner.total_cost(option)) < least:
+            best, least = option, cost
+    return best
 
 
 @dataclass(frozen=True)
@@ -101,9 +109,7 @@ class _Planner:
         free, wanted = set(range(len(self.groups))), list[Wanted]()
         for member in sorted((one for one in members if len(one) > 1), key=len, reverse=True):
             rows = [self.rows[place] for place in member]
-            held = {group: sum(row.tokens for row in rows if row.group == group) for group in free}
-            fitting = [group for group in free if held[group] and _fits(rows, self.groups[group])]
-            kept = max(fitting, key=lambda group: held[group], default=None)
+            kept = self._choose_kept(rows, free)
             if kept is None:
                 room = 1 << (len(rows) - 1).bit_length() if has_room else len(rows)
                 wanted.append(Wanted(tuple(member), Buffer(room, capacity_for(rows))))
@@ -112,9 +118,19 @@ class _Planner:
                 wanted.append(Wanted(tuple(member), self.groups[kept], kept))
         return wanted
 
+    def _choose_kept(self, rows: Sequence[Row], free: Set[int]) -> int | None:
+        """The group of `free` that fits and holds most of the rows' tokens, if any holds some."""
+        held, longest = Counter[int](), max(row.tokens for row in rows)
+        for row in rows:
+            if row.group is not None and row.group in free:
+                held[row.group] += row.tokens
+        fitting = [group for group in held if self.groups[group].fits(len(rows), longest)]
+        return min(fitting, key=lambda group: (-held[group], group), default=None)
+
     def with_joins(self, now: _Members) -> _Members:
         """Rows that are alone join where that is cheaper."""
-        members, grouped = [list(member) for member in now], {place for member in now for place in member}
+        members = [list(member) for member in now if len(member) > 1]
+        grouped = {place for member in members for place in member}
         for place in self._sorted_places():
             if place not in grouped and members:
                 added = [self._cost_of([*member, place]) - self._cost_of(member) for member in members]
@@ -122,40 +138,60 @@ class _Planner:
                     members[added.index(min(added))].append(place)
         return members
 
-    def cheaper(self) -> Iterator[list[Wanted]]:
-        """The cheapest arrangement, then some that need less memory."""
+    def options(self) -> Iterator[tuple[float, list[Wanted]]]:
+        """Arrangements, each with a bound: no less is the total cost of this one and of all after it.
+
+        First those that copy little; then the cheapest in a step, and some that need ever less memory.
+        """
+        now: _Members = [[] for _ in self.groups]
+        for place, row in enumerate(self.rows):
+            if row.group is not None:
+                now[row.group].append(place)
+        for option in (self.place(now), [], self.place(self.with_joins(now))):
+            yield 0.0, option
+        apart = sum(self.costs.of(1, row.tokens, row.tokens) for row in self.rows if not row.can_share)
         limit = float("inf")
         while limit >= 1:
-            members = self._cheapest_members(limit)
-            yield self.place(members)
-            yield self.place(members, has_room=False)
+            step, members = self._cheapest_members(limit)
+            for has_room in (True, False):
+                yield EXPECTED_STEPS * (step + apart), self.place(members, has_room=has_room)
             limit = min(limit, max(map(self._padding, members), default=0)) / 2
 
     def _padding(self, member: Sequence[int]) -> int:
         lengths = [self.rows[place].tokens for place in member]
         return max(lengths) * len(lengths) - sum(lengths)
 
-    def _cheapest_members(self, most_padding: float) -> _Members:
-        """Neighbours by length share: dynamic programming over where a member stops."""
+    def _cheapest_members(self, most_padding: float) -> tuple[float, _Members]:
+        """The least cost if neighbours by length share; and which: dynamic programming over where a member stops."""
         order = self._sorted_places()
-        best: list[tuple[float, _Members]] = [(0.0, [])]
-        for stop in range(1, len(order) + 1):
-            options = []
+        lengths = [self.rows[place].tokens for place in order]
+        before, least, starts = [0, *accumulate(lengths)], [0.0], list[int]()
+        for stop, longest in enumerate(lengths, 1):
+            # Shorter rows are better alone: there one costs a member and its tokens, here those of the longest.
+            cheaper_alone = min(longest, self.costs.masked_token * longest - self.costs.member)
+            best, first = float("inf"), 0
             for start in range(stop - 1, -1, -1):
-                member = order[start:stop]
-                if start < stop - 1 and self._padding(member) > most_padding:
+                padding = (stop - start) * longest - before[stop] + before[start]
+                if padding > most_padding or lengths[start] < cheaper_alone:
                     break
-                options.append((best[start][0] + self._cost_of(member), start))
-            cost, start = min(options)
-            best.append((cost, [order[start:stop], *best[start][1]]))
-        return best[-1][1]
+                cost = least[start] + self.costs.of(stop - start, lengths[start], longest)
+                if cost <= best:
+                    best, first = cost, start
+            least.append(best)
+            starts.append(first)
+        members, stop = _Members(), len(order)
+        while stop:
+            members.append(order[starts[stop - 1] : stop])
+            stop = starts[stop - 1]
+        return least[-1], members
 
     def _sorted_places(self) -> list[int]:
         places = [place for place, row in enumerate(self.rows) if row.can_share]
         return sorted(places, key=lambda place: self.rows[place].tokens)
 
     def _cost_of(self, member: Sequence[int]) -> float:
-        return self.costs.of([self.rows[place].tokens for place in member])
+        lengths = [self.rows[place].tokens for place in member]
+        return self.costs.of(len(lengths), min(lengths), max(lengths))
 
     def extra_tokens(self, wanted: Sequence[Wanted]) -> int:
         """Tokens that the groups' buffers hold beyond what their rows reserved."""
@@ -165,15 +201,11 @@ class _Planner:
     def total_cost(self, wanted: Sequence[Wanted]) -> float:
         """Of the steps that an arrangement lasts, and of the copies that make it."""
         kept = {place: one.kept for one in wanted for place in one.rows}
-        alone = [[place] for place in range(len(self.rows)) if place not in kept]
-        copied = 0
+        copied, step = 0, sum(self._cost_of(one.rows) for one in wanted)
         for place, row in enumerate(self.rows):
+            if place not in kept:
+                step += self.costs.of(1, row.tokens, row.tokens)
             # Rows that join are copied; so is the row that fills a leaver's place.
             stays = row.group is not None and kept.get(place) == row.group
             copied += row.tokens * ((place in kept and not stays) + 2 * (row.group is not None and not stays))
-        step = sum(self._cost_of(member) for member in (*(one.rows for one in wanted), *alone))
         return EXPECTED_STEPS * step + COPY_TOKENS * copied
-
-
-def _fits(rows: Sequence[Row], buffer: Buffer) -> bool:
-    return len(rows) <= buffer.room and max(row.tokens for row in rows) < buffer.capacity

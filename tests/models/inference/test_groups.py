@@ -119,7 +119,8 @@ def test_a_plan_is_the_cheapest_and_fits_into_the_spare_memory(
     assert held - sum(rows[place].reserved_tokens for place in places) <= spare_tokens
 
     def cost(partition: list[list[int]]) -> float:
-        return sum(costs.of([rows[place].tokens for place in m]) for m in partition)
+        members = [[rows[place].tokens for place in member] for member in partition]
+        return sum(costs.of(len(lengths), min(lengths), max(lengths)) for lengths in members)
 
     sharing = [place for place, row in enumerate(rows) if row.can_share]
     apart = [[place] for place in sharing if place not in places]
@@ -132,6 +133,57 @@ def test_a_plan_is_the_cheapest_and_fits_into_the_spare_memory(
         # What a cheaper one would save is not worth its copies.
         copied = sum(rows[place].tokens for place in sharing)
         assert grouping.EXPECTED_STEPS * (found - least) <= grouping.COPY_TOKENS * copied + 1e-3
+
+
+class SlowPlanner(grouping._Planner):
+    """Sums each member's lengths anew, and compares all arrangements."""
+
+    def _cheapest_members(self, most_padding: float) -> tuple[float, list[list[int]]]:
+        order = self._sorted_places()
+        best: list[tuple[float, list[list[int]]]] = [(0.0, [])]
+        for stop in range(1, len(order) + 1):
+            options = []
+            for start in range(stop):
+                lengths = [self.rows[place].tokens for place in order[start:stop]]
+                if len(lengths) == 1 or max(lengths) * len(lengths) - sum(lengths) <= most_padding:
+                    cost = self.costs.of(len(lengths), min(lengths), max(lengths))
+                    options.append((best[start][0] + cost, start))
+            cost, start = min(options)
+            best.append((cost, [order[start:stop], *best[start][1]]))
+        return best[-1]
+
+    def plan(self, spare_tokens: float) -> list[Wanted]:
+        fitting = [option for _, option in self.options() if self.extra_tokens(option) <= spare_tokens]
+        return min(fitting, key=self.total_cost)
+
+
+sixteenths = st.integers(0, 80_000).map(lambda number: number / 16)
+"""Sums of these are exact in any order."""
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda tokens, spare, group, shares: Row(tokens, tokens + 1 + spare, group if shares else None, shares),
+            st.integers(1, 3000) | st.sampled_from([100, 110, 900]),
+            st.integers(0, 300),
+            st.sampled_from([None, None, 0, 1, 2]),
+            st.sampled_from([True, True, True, False]),
+        ),
+        min_size=1,
+        max_size=16,
+    ),
+    st.lists(
+        st.builds(Buffer, st.sampled_from([2, 4, 8]), st.sampled_from([128, 1024, 4096])), min_size=3, max_size=3
+    ),
+    st.builds(Costs, sixteenths, st.just(0.0) | sixteenths, st.integers(16, 256).map(lambda number: number / 16)),
+    st.one_of(st.just(PLENTY), st.floats(0, 5000)),
+)
+def test_a_plan_is_that_of_the_planner_that_skips_nothing(
+    rows: list[Row], groups: list[Buffer], costs: Costs, spare_tokens: float
+) -> None:
+    expected = SlowPlanner(rows, groups, costs).plan(spare_tokens)
+    assert plan(rows, groups, costs=costs, spare_tokens=spare_tokens) == expected
 
 
 # ------------------------------------------------------------------------------------------ what is moved
