@@ -32,6 +32,7 @@ from server.engine.request import (
     Delta,
     EngineError,
     EngineStopped,
+    Event,
     Failed,
     Finished,
     FinishReason,
@@ -44,7 +45,7 @@ from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
 
-OutputEvent: TypeAlias = Started | Piece | Finished
+OutputEvent: TypeAlias = Started | Progress | Piece | Finished
 _TOTALS = ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
 _OF_ALL: dict[str, Any] = {"prompt_ms": max, "predicted_ms": max, "drafted_tokens": sum, "accepted_tokens": sum}
 """How the timings of choices side by side become those of all."""
@@ -65,6 +66,8 @@ class Exchange(Question, ABC):
 
     keep_alive_seconds: float | None = None
     """How long the model stays loaded after its last request; None: as before."""
+    tells_progress = False
+    """Whether `Answer` yields `Progress`, the last one before the first output."""
 
     def __init__(self, question: Question) -> None:
         """`asked` are the parts that requests are compared by. Without a conversation all of the answer is text."""
@@ -136,10 +139,9 @@ class Run(OpenRequest):
                 event = await self._explained(event)
             if isinstance(event, Finished):
                 event = replace(event, started=self.started)
-            had_text = self.first_text_at is not None
-            self.observe(event)
-            if isinstance(event, Started | Progress) or (isinstance(event, Delta) and not had_text):
-                self._context.activity.note(self, event)
+            progress = self._noted(event)
+            if progress is not None and exchange.tells_progress:
+                yield progress
             match event:
                 case Started():
                     yield event
@@ -162,6 +164,17 @@ class Run(OpenRequest):
                     yield event
                 case Failed(error):
                     raise error
+
+    def _noted(self, event: Event) -> Progress | None:
+        """Counts an event; returns what it says of the prompt, whose last token is evaluated for the first text."""
+        had_text, num_prompt = self.first_text_at is not None, len(self.request.tokens)
+        self.observe(event)
+        if not isinstance(event, Started | Progress) and (had_text or not isinstance(event, Delta)):
+            return None
+        self._context.activity.note(self, event)
+        if isinstance(event, Delta):
+            return Progress(num_prompt, num_prompt)
+        return event if isinstance(event, Progress) and event.evaluated < num_prompt - 1 else None
 
     def give_up(self) -> None:
         """Cancels a running request, and keeps the turn of a broken answer."""

@@ -283,6 +283,17 @@ class CacheBody(TypedDict):
     miss: Miss | None
 
 
+class PromptProgress(TypedDict):
+    """How much of a prompt is evaluated, in llama.cpp's words."""
+
+    total: int
+    cache: int
+    processed: int
+    """`cache` included."""
+    time_ms: int
+    """Since the request got its slot."""
+
+
 class AnswerCosts(TypedDict):
     """What an answer cost."""
 
@@ -295,6 +306,14 @@ class CostsAtEnd(TypedDict, total=False):
 
     timings: TimingsBody
     cache: CacheBody | None
+
+
+def progress_of(run: OpenRequest) -> PromptProgress:
+    """The progress of a request that has a slot."""
+    total, cache = len(run.request.tokens), run.cached_tokens
+    processed = total if run.phase == "decode" else cache + run.evaluated_tokens
+    time_ms = round(1000 * (time.monotonic() - run.started_at))
+    return {"total": total, "cache": cache, "processed": processed, "time_ms": time_ms}
 
 
 def costs_of(finished: Finished, session_id: str | None) -> AnswerCosts:

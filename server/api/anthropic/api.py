@@ -28,7 +28,7 @@ from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
 from server.api.wire import Payload, sse_comment, sse_event
 from server.diagnosis.causes import MissReason
-from server.engine.request import Finished, FinishReason, Started
+from server.engine.request import Finished, FinishReason, Progress, Started
 from server.pool.served import ListedModel, ServedModel
 
 
@@ -231,6 +231,7 @@ class _MessageExchange(Exchange):
         source = conversation.read_conversation(body, model, context.config, namespace)
         super().__init__(ask(incoming, model, source, conversation.read_params(body, model)))
         self._context, self._incoming, self._body = context, incoming, body
+        self.tells_progress = body.stream is True
         searches = {tool.name for tool in body.tools or () if tool.type in SEARCH_TOOLS}
         shows = body.thinking is None or body.thinking.display != "omitted"
         self._content = AnswerContent(shows_thinking=shows, searches=searches)
@@ -263,6 +264,9 @@ class _MessageExchange(Exchange):
                     if part is self:
                         self._message = self._begun(event)
                         yield {"type": "message_start", "message": self._message}
+                        yield {"type": "ping"}
+                case Progress(evaluated, total):
+                    if evaluated < total:
                         yield {"type": "ping"}
                 case Finished():
                     self._finished.append(event)

@@ -23,13 +23,13 @@ from server.api.call import generate, inspect
 from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, with_and_without_v1
 from server.api.errors import ApiError, Code, retry_later
 from server.api.openai.fields import IN_CHAT, IN_TEXT
-from server.api.openai.generate import read_conversation, text_prompt
+from server.api.openai.generate import ProgressTold, read_conversation, text_prompt
 from server.api.openai.types import ChatBody, GenerationBody, as_limit, read_params
 from server.api.params import Incoming, check_token_ids, question_of
-from server.api.record import CostsAtEnd, costs_of
+from server.api.record import CostsAtEnd, costs_of, progress_of
 from server.api.wire import JsonBody, Payload, body_of, sse_event
 from server.engine.commands import describe_slots
-from server.engine.request import Delta, Finished, FinishReason
+from server.engine.request import Delta, Finished, FinishReason, Progress, Started
 from server.pool.served import ServedModel
 
 ERRORS: Final[Mapping[int, str]] = {401: "authentication", 403: "permission", 404: "not_found", 503: "unavailable"}
@@ -276,7 +276,7 @@ class LlamaCompletionBody(GenerationBody):
     return_tokens: bool | None = None
 
 
-class LlamaCompletion(CostsAtEnd):
+class LlamaCompletion(ProgressTold, CostsAtEnd):
     """An answer, also each event; the last has all fields."""
 
     index: int
@@ -326,6 +326,7 @@ class _CompletionExchange(Exchange):
     def __init__(self, body: LlamaCompletionBody, question: Question) -> None:
         super().__init__(question)
         self._tells_tokens = body.stream is True or body.return_tokens is True
+        self.tells_progress = body.stream is True and body.return_progress is True
         self._tokens: list[int] = []
 
     def take_tokens(self, delta: Delta) -> None:
@@ -334,6 +335,10 @@ class _CompletionExchange(Exchange):
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         async for event in answer.events():
             match event:
+                case Started() | Progress():
+                    if self.tells_progress:
+                        told = {"prompt_progress": progress_of(answer.runs[0])}
+                        yield sse_event({**self._event("", answer.runs[0]), **told})
                 case Text(text):
                     yield sse_event(self._event(text, answer.runs[0]))
                 case Finished():

@@ -28,10 +28,20 @@ from server.api.errors import ContextExceeded, explain, wrong
 from server.api.openai import types
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE, IN_TEXT
 from server.api.params import ForcedCalls, Incoming, ask, check_token_ids, question_of, shows_tools
-from server.api.record import AnswerCosts, CostsAtEnd, costs_of
+from server.api.record import AnswerCosts, CostsAtEnd, PromptProgress, costs_of, progress_of
 from server.api.wire import Payload, sse_event
 from server.app.config import ServerConfig
-from server.engine.request import LOOP_GUARD, Delta, Failed, Finished, FinishReason, Priority, Started, TokenArray
+from server.engine.request import (
+    LOOP_GUARD,
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    Priority,
+    Progress,
+    Started,
+    TokenArray,
+)
 from server.pool.served import ServedModel
 
 MAX_EXPLICIT_POINTS = 16
@@ -68,6 +78,12 @@ class PromptIds(TypedDict, total=False):
     """The prompt's tokens, if requested."""
 
     prompt_token_ids: list[int]
+
+
+class ProgressTold(TypedDict, total=False):
+    """How far the prompt is, in chunks before the first output, if requested."""
+
+    prompt_progress: PromptProgress
 
 
 class ChoiceEnd(TypedDict):
@@ -130,7 +146,7 @@ class _ChoiceExchange(Exchange):
 
     def __init__(self, body: types.GenerationBody, question: Question) -> None:
         super().__init__(question)
-        self._body = body
+        self._body, self.tells_progress = body, body.stream is True and body.return_progress is True
         self._streaming = body.stream_options or types.StreamOptions()
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] = []
@@ -203,7 +219,11 @@ class _ChoiceExchange(Exchange):
                 if end is not None:
                     yield sse_event(end)
                 end = self.chunk(answer, index, choice.nothing, event)
-            elif not isinstance(event, Started) and (added := choice._take(event)) is not None:
+            elif isinstance(event, Started | Progress):
+                if self.tells_progress:
+                    told = {"prompt_progress": progress_of(answer.runs[index])}
+                    yield sse_event({**self.chunk(answer, index, choice.nothing), **told})
+            elif (added := choice._take(event)) is not None:
                 yield sse_event(self.chunk(answer, index, added))
         assert end is not None, "an answer ends"
         if self._streaming.include_usage:
@@ -218,7 +238,7 @@ class _ChoiceExchange(Exchange):
             choice = self.choices[index]
             if isinstance(event, Finished | Failed):
                 ended[index] = choice._entry(index, choice._whole(event), event)
-            elif not isinstance(event, Started):
+            elif not isinstance(event, Started | Progress):
                 choice._take(event)
         return {
             **self._head,
@@ -334,7 +354,7 @@ class ChatChoice(ChoiceEnd):
     logprobs: ChatLogprobs | None
 
 
-class ChatChunk(AnswerHead, PromptIds, CostsAtEnd):
+class ChatChunk(AnswerHead, PromptIds, ProgressTold, CostsAtEnd):
     """One `data:` line of a stream."""
 
     choices: list[ChunkChoice]
@@ -512,7 +532,7 @@ class TextChoice(ChoiceEnd, PromptIds):
     logprobs: TextLogprobs | None
 
 
-class TextCompletion(AnswerHead, CostsAtEnd):
+class TextCompletion(AnswerHead, ProgressTold, CostsAtEnd):
     """The body of an answer, and each `data:` line of a stream."""
 
     choices: list[TextChoice]

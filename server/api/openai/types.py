@@ -236,6 +236,8 @@ class GenerationBody(BoundBody, params.SampledBody, SharedBody):
     stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_progress: bool | None = None
+    """With `stream`: also send how much of the prompt is evaluated."""
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     """Another name of `include_stop_str_in_output`."""

@@ -31,7 +31,7 @@ from server.api.responses.output import AnswerOutput, Item
 from server.api.responses.store import StoredResponse, store_of
 from server.api.wire import Payload, body_of, sse_event
 from server.app.config import ServerConfig
-from server.engine.request import Finished, FinishReason, GenerationRequest, Started
+from server.engine.request import Finished, FinishReason, GenerationRequest, Progress, Started
 
 logger = logging.getLogger(__name__)
 
@@ -290,6 +290,8 @@ class _ResponseExchange(Exchange):
         name = self.request.request_id.removeprefix(ID_PREFIX)
         self._output = AnswerOutput(name, given.tools, is_summary=is_summary, is_enclosed=is_enclosed)
         self._run: BackgroundRun | None = None
+        # Events of a response in the background are kept, and this one holds the whole response.
+        self.tells_progress = body.stream is True and not body.background
 
     def begun(self, answer: Answer, held: ExitStack) -> None:
         if self._keeper is not None and self._response["background"]:
@@ -355,6 +357,9 @@ class _ResponseExchange(Exchange):
                 case Started():
                     if self._response["status"] == "queued":
                         yield self._become("in_progress")
+                case Progress(evaluated, total):
+                    if evaluated < total:
+                        yield {"type": "response.in_progress", "response": self._response}
                 case Finished(reason):
                     status: PartStatus = "incomplete" if reason is FinishReason.LENGTH else "completed"
                     for told in self._output.close(status):

@@ -35,7 +35,7 @@ from server.api.params import GenerationParams, Incoming, question_of
 from server.api.wire import JsonBody, Payload, json_text, sse_comment, sse_event
 from server.app.config import ServerConfig
 from server.engine.commands import pin_turn
-from server.engine.request import Finished, OutOfMemory, Started
+from server.engine.request import Finished, OutOfMemory, Progress, Started
 from tests.server.api.test_live import until
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
@@ -96,12 +96,14 @@ class EventExchange(Exchange):
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         async for event in answer.events():
-            if not isinstance(event, Started):
+            if not isinstance(event, Started | Progress):
                 name, payload = written(event)
                 yield sse_event(payload, name)
 
     async def body(self, answer: Answer) -> Payload:
-        return {"events": [written(event) async for event in answer.events() if not isinstance(event, Started)]}
+        return {
+            "events": [written(event) async for event in answer.events() if not isinstance(event, Started | Progress)]
+        }
 
     def reply_messages(self) -> list[Message]:
         return [{"role": "assistant", "content": [{"text": "called f, as it is sent back"}]}]
@@ -110,7 +112,7 @@ class EventExchange(Exchange):
 class LineExchange(EventExchange):
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         async for event in answer.events():
-            if not isinstance(event, Started):
+            if not isinstance(event, Started | Progress):
                 name, payload = written(event)
                 yield line({name: payload})
 

@@ -263,3 +263,12 @@ def test_a_stream_that_waits_is_kept_open_by_comments_then_by_pings(address: str
 def test_the_client_does_not_see_them(client: anthropic.Anthropic, engine: FakeEngine) -> None:
     engine.script = Script(queue_seconds=0.2, prefill_seconds=0.2)
     assert answer_of(client, stream=True, **ASK).content[0].text == "Hello there."
+
+
+def test_each_part_of_a_long_prompt_is_told_by_a_ping(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+    engine.script = Script(progress=(2, 4, 7))
+    kinds = [event.type for event in client.messages.create(**ASK, stream=True)]
+    assert kinds[:5] == ["message_start", "content_block_start", *["content_block_delta"] * 3]
+    raw = httpx.post(f"{client.base_url}/v1/messages", json={**ASK, "stream": True}, headers={"x-api-key": "secret"})
+    events = [line for line in raw.text.splitlines() if line.startswith("event: ")]
+    assert events[:5] == ["event: message_start", *["event: ping"] * 3, "event: content_block_start"]

@@ -402,3 +402,43 @@ def test_the_text_of_a_conversation_is_answered_as_the_conversation_is(live: Liv
     bound = live.post("/completion", prompt="x", **fields).json()
     assert (bound["content"] in ("yes", "no"), bound["stop_type"]) == (True, "eos")
     assert live.post("/completion", prompt="x", n_predict=0).json()["content"] == ""
+
+
+# ---------------------------------------------------------------------------------------------------------- progress
+
+
+def told(answer: Any) -> list[tuple[int, int, int]]:
+    """What each event of a stream tells of the prompt, before the first text; it tells nothing afterwards."""
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")
+    ]
+    progress = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert all("prompt_progress" not in event for event in events[len(progress) + ("choices" in events[0]) :])
+    assert [one["time_ms"] for one in progress] == sorted(one["time_ms"] for one in progress)
+    return [(one["total"], one["cache"], one["processed"]) for one in progress]
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/completions", {"prompt": "HiHiHiHi"}),
+        ("/completion", {"prompt": "HiHiHiHi"}),
+    ],
+)
+def test_a_stream_tells_how_far_the_prompt_is_if_asked(
+    client: TestClient, engine: SlotEngine, path: str, prompt: Any
+) -> None:
+    engine.script = Script(hit_tokens=2, progress=(4, 6, 7))
+    asked = {**prompt, "stream": True, "return_progress": True}
+    assert told(client.post(path, json=asked)) == [(8, 2, 2), (8, 2, 4), (8, 2, 6), (8, 2, 8)]
+    assert told(client.post(path, json={**asked, "return_progress": False})) == []
+    assert "prompt_progress" not in client.post(path, json={**asked, "stream": False}).json()
+
+
+def test_the_progress_of_a_real_prompt_ends_where_the_prompt_does(live: Live) -> None:
+    asked = {"prompt": "one two three " * 120, "n_predict": 2, "stream": True, "return_progress": True}
+    first, again = (told(live.post("/completion", **asked)) for _ in range(2))
+    total = first[0][0]
+    assert len(first) > 2 and first[-1] == (total, 0, total) and first == sorted(first)
+    assert 0 < again[0][1] == again[0][2] < total and again[-1] == (total, again[0][1], total)

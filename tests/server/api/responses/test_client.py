@@ -408,3 +408,15 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], p
     with pytest.raises(openai.APIStatusError) as caught:
         ask(client, False, **fields)
     assert caught.value.status_code in (400, 404) and caught.value.param == param
+
+
+def test_each_part_of_a_long_prompt_is_told_by_an_event(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.script = Script(progress=(2, 4, 7))
+    with client.responses.stream(model="tiny", input="Hi") as stream:
+        events = list(stream)
+        assert stream.get_final_response().output_text == "Hello there."
+    kinds = [event.type for event in events]
+    assert kinds[:4] == ["response.created", *["response.in_progress"] * 3]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    background = client.responses.create(model="tiny", input="Hi", background=True, stream=True)
+    assert [event.type for event in background].count("response.in_progress") == 1
