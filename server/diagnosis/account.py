@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, replace
 from cache.types import TokenArray, common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, Outline
 from server.diagnosis.causes import Cause, Miss, MissReason, Reuse
-from server.diagnosis.compare import Turn, find_changes_between, find_volatile_head, is_version
+from server.diagnosis.compare import (
+    Turn,
+    find_changes_between,
+    find_volatile_head,
+    is_flattened,
+    is_version,
+    tool_names,
+)
 from server.diagnosis.prompt import Prompt
 from server.diagnosis.words import shared_ends
 
@@ -116,9 +123,7 @@ def _misses(previous: EvaluatedTurn, request: Rendered, match: int, hit: int) ->
     common = min(common_prefix_length(previous.tokens, request.tokens), longest) if is_known else 0
     by_state, by_change = max(0, min(common, reach) - hit), max(0, reach - max(common, hit))
     found = find_changes_between(previous, request.prompt) if by_change else []
-    index, _ = request.outline.message_at(common)
-    # The template does not show a change where the tokens of its message are the same.
-    changes = [one for one in found if index is None or one.message_index is None or one.message_index + 1 >= index]
+    changes = list(_shown(found, request.outline.message_at(common)[0]))
     if by_change and match >= common and previous.lost is None:
         num_missing = min(previous.num_prompt_tokens, common) - hit
         if _is_consequence(changes, by_state, num_missing):
@@ -131,6 +136,20 @@ def _misses(previous: EvaluatedTurn, request: Rendered, match: int, hit: int) ->
         yield from changes[1:]
     elif by_change:
         yield request.miss_at(common, by_change, Cause.TEMPLATE)
+
+
+def _shown(changes: Sequence[Miss], index: int | None) -> Iterator[Miss]:
+    """Changes that may be why prompts part in a message.
+
+    The template shows no change where the tokens of its message are the same. Its arguments are blamed only where no
+    message explains the place.
+    """
+    placed = [one for one in changes if index is not None and one.message_index is not None]
+    is_explained = any(one.message_index <= index <= one.message_index + 1 for one in placed)  # type: ignore[operator]
+    for one in changes:
+        is_hidden = one in placed and one.message_index + 1 < index  # type: ignore[operator]
+        if not is_hidden and not (is_explained and one.cause is Cause.TEMPLATE_ARGUMENTS):
+            yield one
 
 
 def _is_consequence(changes: Sequence[Miss], by_state: int, num_missing: int) -> bool:
@@ -149,6 +168,7 @@ MAX_TURNS = 16
 MAX_CONVERSATIONS = 1024
 MAX_UNNAMED_LOOKED_AT = 256
 MAX_NEIGHBOURS = 8
+MAX_EXAMPLE_CHARACTERS = 3072
 MAX_BYTES = 64 << 20
 """Holds some 80 turns of 100 000 tokens."""
 
@@ -202,8 +222,13 @@ class Conversations:
             self._drop_one()
 
     def is_unseen(self, request: Rendered) -> bool:
-        """Whether the request continues replies from before the server's start, or of another server."""
-        return self.is_whole and request.prompt.has_replies
+        """Whether the request continues replies from before the server's start, or of another server.
+
+        Examples before a first question are shorter, and hold no results of tools.
+        """
+        parts = request.prompt.parts
+        said = sum(len(part.shown) for part in parts if part.role == "assistant")
+        return self.is_whole and (said > MAX_EXAMPLE_CHARACTERS or any(part.role == "tool" for part in parts))
 
     def num_tokens_since(self, name: Name, request: Rendered) -> int:
         """Tokens that a cache must hold to keep a conversation until now."""
@@ -300,23 +325,30 @@ def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
 
 
 def _is_beside(earlier: Turn, later: Prompt) -> bool:
-    """Whether a turn is a title or summary under the same name.
+    """Whether a turn is a title or summary under the same name, or the request a sub-agent's first one.
 
-    Such a turn has its own instructions; the request has the same question with other ones, or with tools.
+    Titles have their own instructions; the request has the same question with other ones, or with tools. A sub-agent
+    has its own question, tools and instructions.
     """
     ours, theirs = earlier.prompt.head, later.head
     if earlier.is_quoted_in(later) or not ours or not theirs:
         return False
+    shares, is_first = earlier.num_shared(later) > 0, bool(later.tools) and not later.has_replies
+    if is_first and not shares and sorted(tool_names(earlier.prompt)) != sorted(tool_names(later)):
+        return True
     if any(is_version(one, other) for one in ours for other in theirs):
         return False
-    return earlier.num_shared(later) > 0 or (bool(later.tools) and not earlier.prompt.tools)
+    return shares or is_first or (bool(later.tools) and not earlier.prompt.tools)
 
 
 def _belongs(turn: EvaluatedTurn, later: Prompt) -> bool:
     """Whether an unnamed request has a turn's reply, most messages, or beginning."""
     said, is_shorter = turn.prompt.said, bool(later.said) and turn.parts[: len(later.parts)] == later.parts
-    has_most = bool(said) and 2 * len(said & later.said) >= len(said)
-    return turn.is_quoted_in(later) or is_shorter or has_most or _starts_alike(turn.prompt, later)
+    # The first question of a conversation may be asked under other instructions too.
+    may_share = later.has_replies or turn.prompt.head == later.head
+    has_most = may_share and bool(said) and 2 * len(said & later.said) >= len(said)
+    is_alike = _starts_alike(turn.prompt, later) or is_flattened(turn, later)
+    return turn.is_quoted_in(later) or is_shorter or has_most or is_alike
 
 
 def _starts_alike(earlier: Prompt, later: Prompt) -> bool:

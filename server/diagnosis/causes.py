@@ -47,6 +47,8 @@ class Cause(StrEnum):
     CLOCK = "date or time"
     COUNTER = "counter or percentage"
     NONCE = "nonce or id"
+    ADDRESS = "address or port"
+    EXAMPLES = "other examples"
     EARLY = "early difference"
     REORDERED = "other order"
     REFORMATTED = "other spacing"
@@ -54,12 +56,15 @@ class Cause(StrEnum):
     EDITED = "edited text"
     ROLE = "changed role"
     TOOLS = "other tools", MissReason.TOOLS_CHANGED
+    COMPACTION = "compaction without tools", MissReason.TOOLS_CHANGED
     TRIMMED = "trimmed history", MissReason.HISTORY_TRIMMED
     SUMMARISED = "summarised history", MissReason.HISTORY_TRIMMED
     COMPACTED = "wholly summarised history", MissReason.HISTORY_TRIMMED
     REMOVED = "removed message", MissReason.HISTORY_TRIMMED
     MERGED = "merged messages"
     INSERTED = "inserted message"
+    DUPLICATED = "message sent twice"
+    FLATTENED = "history sent as one text"
     REPLY = "rewritten reply", MissReason.REPLY_CHANGED
     REPLY_LEFT_OUT = "reply left out", MissReason.REPLY_CHANGED
     THOUGHTS = "removed thoughts", MissReason.THOUGHTS_REMOVED
@@ -69,6 +74,7 @@ class Cause(StrEnum):
     MODEL = "other model", MissReason.MODEL_CHANGED
     SIDE_REQUEST = "side request", MissReason.SIDE_REQUEST
     BRANCHED = "another way to go on", MissReason.BRANCHED
+    FORKED = "fork of the session", MissReason.BRANCHED
     NOTE = "moving note", MissReason.NOTE_MOVED
     TEMPLATE = "the model's template", MissReason.TEMPLATE
     COLD = "first request", MissReason.COLD
@@ -83,7 +89,7 @@ class Cause(StrEnum):
 
 UNTOLD = frozenset({Cause.BRANCHED, Cause.TEMPLATE, Cause.COLD, Cause.LOGPROBS})
 """Causes of which the doctor is silent."""
-UNBLAMED = UNTOLD | {Cause.COMPACTED}
+UNBLAMED = UNTOLD | {Cause.COMPACTED, Cause.FORKED}
 """Causes that nobody can mend."""
 
 

@@ -9,19 +9,28 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
+from itertools import cycle
 
 from models.output.pieces import KNOWN_MARKERS
 from models.texts import shared_length
 from server.diagnosis.causes import Cause, Miss, MissReason
 from server.diagnosis.prompt import PLAIN, Part, Prompt
-from server.diagnosis.words import MAX_ADDED_WORDS, change_at, excerpt, find_changes, shared_ends, told_apart
+from server.diagnosis.words import (
+    MAX_ADDED_WORDS,
+    change_at,
+    excerpt,
+    find_changes,
+    is_in_code,
+    shared_ends,
+    told_apart,
+)
 
 MAX_ALIGNED = 400
 """With more messages behind the first difference, only that difference is searched."""
 SIMILAR = 0.5
 """Versions of one message have this share of the longer text in common."""
 MAX_COMPARED_CHARACTERS = 1 << 16
-_VOLATILE = frozenset({Cause.CLOCK, Cause.COUNTER, Cause.NONCE})
+_VOLATILE = frozenset({Cause.CLOCK, Cause.COUNTER, Cause.NONCE, Cause.ADDRESS})
 MIN_SUMMARY_CHARACTERS = 40
 """A shorter reply may be in another conversation by chance."""
 MIN_TAIL_CHARACTERS = 512
@@ -31,6 +40,11 @@ _SUMMARY = re.compile(
     r"|(?:been|was|is) (?:summari[sz]ed|compacted)|summary of (?:the|our|this) |<\w*summary>|<state_snapshot>",
     re.IGNORECASE,
 )
+_SUMMED_UP = re.compile(r"summar|compacted|snapshot", re.IGNORECASE)
+_TO_SUM_UP = re.compile(r"\b(?:compact|summar|hand-?off|checkpoint)", re.IGNORECASE)
+_TOLD_REPLY = re.compile(r'"role"\s*:\s*"assistant"|^\W*(?:assistant|ai|bot|model)\W*:', re.IGNORECASE | re.MULTILINE)
+MIN_FLAT_SHARE = 0.9
+"""A longer history told in one text begins with this share of the shorter one."""
 _STARTS, _ENDS = ("|".join(map(re.escape, markers)) for markers in zip(*KNOWN_MARKERS, strict=True))
 _REASONING = re.compile(
     rf"(?:{_STARTS}|<reasoning>)(.*?)(?:{_ENDS}|</reasoning>|\Z)|\A((?:(?!{_STARTS}).)*?)</think>", re.S | re.I
@@ -90,6 +104,8 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
         return [_miss(Cause.MODEL, before=prompt.model, after=later.model)]
     if prompt.namespace != later.namespace:
         return [_miss(Cause.NAMESPACE)]
+    if _is_compaction(earlier, later):
+        return [_change(Cause.COMPACTION, len(later.parts) - 1, later.parts[-1])]
     changes = list(_tool_changes(prompt, later))
     if prompt.arguments != later.arguments:
         changes.insert(0, _miss(Cause.TEMPLATE_ARGUMENTS, before=prompt.arguments, after=later.arguments))
@@ -104,16 +120,37 @@ def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
     None if the beginnings are no versions of each other, or differ only at the end, or if the later one only lacks
     text of the earlier one: the client can mend nothing.
     """
-    is_same = earlier.has_inputs_of(later) and earlier.num_head == later.num_head
+    is_same = earlier.tools == later.tools and earlier.num_head == later.num_head
     if not is_same or not earlier.shares_state_with(later):
-        return []
-    words = iter(_text(earlier.head).split())
-    if all(word in words for word in _text(later.head).split()):
         return []
     return [
         change if change.cause is Cause.CLOCK else replace(change, cause=Cause.EARLY)
         for change in _MessageDiff(Turn(earlier), later).volatile_head(only=True)
     ]
+
+
+def _is_compaction(earlier: Turn, later: Prompt) -> bool:
+    """Whether a request asks for a summary of an unchanged history, and leaves out the tools."""
+    is_bare = bool(earlier.prompt.tools) and not later.tools and earlier.num_shared(later) > 0
+    newest = later.parts[-1]
+    return is_bare and newest not in earlier.parts and not newest.calls and bool(_TO_SUM_UP.search(newest.text))
+
+
+def is_flattened(earlier: Turn, later: Prompt) -> bool:
+    """Whether a text tells of the history, and goes on with the earlier turn's reply."""
+    firsts = _firsts(earlier.prompt, later)
+    if len(firsts) < 2 or firsts[0].role != firsts[1].role:
+        return False
+    shared = shared_length(firsts[0].text, firsts[1].text)
+    reply, added = earlier.reply.text if earlier.reply else "", firsts[1].text[shared:]
+    told = (reply, *(json.dumps(reply, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)))
+    holds_reply = bool(reply.strip()) and any(text in added for text in told)
+    return shared >= MIN_FLAT_SHARE * len(firsts[0].text) > 0 and (holds_reply or bool(_TOLD_REPLY.search(added)))
+
+
+def _firsts(*prompts: Prompt) -> list[Part]:
+    """Each request's first message after the system's."""
+    return [one.parts[one.num_head] for one in prompts if one.num_head < len(one.parts)]
 
 
 def _text(parts: Iterable[Part]) -> str:
@@ -125,7 +162,7 @@ def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Miss]:
     if ours == theirs:
         return
     before, after = earlier.tools_text, later.tools_text
-    names, other_names = list(map(_tool_name, ours)), list(map(_tool_name, theirs))
+    names, other_names = tool_names(earlier), tool_names(later)
     if sorted(names) != sorted(other_names):
         yield _miss(Cause.TOOLS, before=", ".join(names), after=", ".join(other_names))
         return
@@ -135,6 +172,11 @@ def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Miss]:
         found = find_changes(*(text.replace("\\n", "\n").replace("\\t", "\t") for text in (before, after)))
     for change in found:
         yield _miss(change.cause, before=change.before, after=change.after, reason=MissReason.TOOLS_CHANGED)
+
+
+def tool_names(prompt: Prompt) -> list[str]:
+    """As the request orders them."""
+    return list(map(_tool_name, prompt.tools))
 
 
 def _tool_name(tool: str) -> str:
@@ -158,11 +200,10 @@ def _plain_changes(earlier: Turn, later: Prompt) -> Iterator[Miss]:
 
 class _MessageDiff:
     def __init__(self, earlier: Turn, later: Prompt) -> None:
-        self._prompt, self._later = earlier.prompt, later
+        self._earlier, self._prompt, self._later = earlier, earlier.prompt, later
         self._ours, self._theirs = earlier.parts, later.parts
         self._reply = len(earlier.prompt.parts) if earlier.reply is not None else None
-        self._firsts = [one.parts[one.num_head] for one in (earlier.prompt, later) if one.num_head < len(one.parts)]
-        """Each request's first message after the system's."""
+        self._firsts = _firsts(earlier.prompt, later)
         self._is_related = earlier.num_shared(later) > 0 or (
             later.has_replies and len(self._firsts) == 2 and is_version(*self._firsts)
         )
@@ -174,6 +215,8 @@ class _MessageDiff:
         if self._is_related or self._prompt.parts == theirs[: len(self._prompt.parts)]:
             return [change for block in self._blocks() for change in self._changes_of(*block)]
         head, num_head = self.volatile_head(), self._later.num_head
+        if is_flattened(self._earlier, self._later):
+            return [*head, _change(Cause.FLATTENED, num_head, *self._firsts)]
         if self._is_compacted():
             return [*head, _change(Cause.COMPACTED, num_head, *self._firsts)]
         index = min(max(shared_length(ours, theirs), num_head if head else 0), len(theirs) - 1)
@@ -204,7 +247,11 @@ class _MessageDiff:
                 continue
             if not is_version(one, other):
                 return [] if only else found
-            found += self._edits(index, index)
+            found += [
+                _miss(change.cause, index, other.role, change.before, change.after, reason=MissReason.SYSTEM_CHANGED)
+                for change in find_changes(one.text, other.text)
+                if not change.is_removed
+            ]
         volatile = [change for change in found if change.cause in _VOLATILE]
         if not only or len(volatile) == len(found):
             return volatile
@@ -213,6 +260,9 @@ class _MessageDiff:
 
     def _blocks(self) -> Iterator[tuple[int, int, int, int]]:
         head = shared_length(self._ours, self._theirs)
+        if num_moved := self._num_moved(head):
+            yield head, head + num_moved, head, head + num_moved
+            head += num_moved
         ours, theirs = self._ours[head:], self._theirs[head:]
         if len(ours) + len(theirs) > MAX_ALIGNED:
             yield head, min(head + 1, len(self._ours)), head, min(head + 1, len(self._theirs))
@@ -221,14 +271,23 @@ class _MessageDiff:
             if kind != "equal":
                 yield head + i1, head + i2, head + j1, head + j2
 
+    def _num_moved(self, start: int) -> int:
+        """Number of messages of one role that the other request has in another order, as results of tools."""
+        ours, theirs, seen = self._ours[start:], self._theirs[start:], Counter[Part]()
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=False), 1):
+            seen.update([one])
+            seen.subtract([other])
+            if one.role != other.role or one.role != ours[0].role:
+                return 0
+            if not any(seen.values()):
+                return number
+        return 0
+
     def _changes_of(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
         """Yields versions of messages, then added or removed ones."""
         ours, theirs = self._ours, self._theirs
-        if i1 < i2 and j1 < j2 and self._is_asked_anew(i1, i2, j1):
-            yield _change(Cause.BRANCHED, j1, ours[i1], theirs[j1])
-            return
-        if i2 - i1 > 1 and j1 < j2 and _holds_all(theirs[j1], ours[i1:i2]):
-            yield _change(Cause.MERGED, j1, ours[i1], theirs[j1])
+        if i1 < i2 and j1 < j2 and (whole := self._change_of_all(i1, i2, j1, j2)):
+            yield _change(whole, j1, ours[i1], theirs[j1])
             return
         while i1 < i2 and j1 < j2 and self._is_pair(i1, j1):
             yield from self._edits(i1, j1)
@@ -241,9 +300,31 @@ class _MessageDiff:
             yield self._replaced(i1, i2, j1, j2)
         elif i1 < i2:
             yield from self._removed(i1, i2, j1)
+        elif j1 < j2 and i1 < len(ours) and _is_twice(theirs, j1, j2):
+            yield _miss(Cause.DUPLICATED, j1, theirs[j1].role, "", excerpt(theirs[j1].shown, 0))
         elif j1 < j2 and i1 < len(ours) and (part := theirs[j1]) not in ours:
             yield _miss(Cause.INSERTED, j1, part.role, "", excerpt(part.shown, 0))
         yield from tail
+
+    def _change_of_all(self, i1: int, i2: int, j1: int, j2: int) -> Cause | None:
+        """What became of several messages together."""
+        ours, theirs = self._ours[i1:i2], self._theirs[j1:j2]
+        if self._is_asked_anew(i1, i2, j1):
+            return Cause.BRANCHED
+        if i2 - i1 > 1 and _holds_all(theirs[0], ours):
+            return Cause.MERGED
+        if sorted(map(repr, ours)) == sorted(map(repr, theirs)):
+            return Cause.REORDERED
+        return Cause.EXAMPLES if self._are_examples(i1, i2, j1, j2) else None
+
+    def _are_examples(self, i1: int, i2: int, j1: int, j2: int) -> bool:
+        """Whether questions and their replies make way for others, and what was said behind them stays."""
+        ours, theirs = self._ours[i1:i2], self._theirs[j1:j2]
+        is_exchange = len(ours) == len(theirs) > 1 and all(
+            one.role == other.role == role
+            for one, other, role in zip(ours, theirs, cycle(("user", "assistant")), strict=False)
+        )
+        return is_exchange and i1 == self._prompt.num_head and i2 <= len(self._prompt.parts)
 
     def _is_pair(self, i: int, j: int) -> bool:
         one, other = self._ours[i], self._theirs[j]
@@ -265,7 +346,13 @@ class _MessageDiff:
         elif is_reply:
             reason = MissReason.REPLY_CHANGED
         for cause, before, after in _part_changes(one, other):
-            named = Cause.REPLY if is_reply and cause in (Cause.EDITED, Cause.COUNTER) else cause
+            named = cause
+            if cause is Cause.COUNTER and (
+                other.role == "tool" or is_in_code(other.text, shared_length(one.text, other.text))
+            ):
+                named = Cause.EDITED  # figures of a result or a file count nothing
+            if is_reply and cause in (Cause.EDITED, Cause.COUNTER):
+                named = Cause.REPLY
             has_own = cause is Cause.THOUGHTS
             yield _miss(named, j, other.role, before, after, reason=None if has_own else reason)
 
@@ -274,6 +361,9 @@ class _MessageDiff:
         if i2 == len(self._ours):
             if self._reply == i1 and j < len(self._theirs):
                 yield _change(Cause.REPLY_LEFT_OUT, j, part)
+            return
+        if _is_twice(self._ours, i1, i2):
+            yield _change(Cause.DUPLICATED, j, part)
             return
         is_question = i1 == self._later.num_head or not self._is_newest(i1 - 1)  # with all that belongs to it
         if part in self._theirs[j:] or (self._is_newest(i1) and not (is_question and i2 == len(self._prompt.parts))):
@@ -285,6 +375,12 @@ class _MessageDiff:
         """Whether only the newest messages differ, and none of them is answered."""
         is_last = stop == len(self._ours) and i != self._reply and i >= self._prompt.num_head
         return is_last and self._is_newest(i) and not any(part.role == "assistant" for part in self._theirs[j:])
+
+    def _is_fork(self, j: int) -> bool:
+        """Whether only new questions follow, and no summary of what is left out."""
+        new = self._theirs[j:]
+        is_asked = all(part.role in ("user", "system") for part in new)
+        return is_asked and not any(_SUMMED_UP.search(part.text[:MIN_TAIL_CHARACTERS]) for part in new)
 
     def _has_shed_a_note(self, i: int, other: Part) -> bool:
         """Whether a message, while newest, had many more words around its text."""
@@ -304,6 +400,8 @@ class _MessageDiff:
             return _change(Cause.REPLY_LEFT_OUT, j1, part)
         elif i2 == len(self._ours) and (self._is_newest(i1) or num_fewer <= 0):
             cause = Cause.BRANCHED
+        elif i2 == len(self._ours) and self._is_fork(j1):
+            cause = Cause.FORKED
         elif num_fewer > 0:
             cause = Cause.SUMMARISED
         else:
@@ -316,14 +414,14 @@ def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
         yield Cause.THOUGHTS, excerpt(one.shown, 0), excerpt(other.shown, 0)
         return
     if one.text != other.text:
-        yield from find_changes(one.text, other.text)
+        yield from (change[:3] for change in find_changes(one.text, other.text))
     elif one.reasoning != other.reasoning:
         cause = Cause.EDITED if other.reasoning else Cause.THOUGHTS
         yield cause, excerpt(one.reasoning, 0), excerpt(other.reasoning, 0)
     if one.calls != other.calls:
         before, after = "\n".join(one.calls), "\n".join(other.calls)
         start = shared_length(before, after)
-        is_same = [_canonical(call) for call in one.calls] == [_canonical(call) for call in other.calls]
+        is_same = sorted(map(_canonical, one.calls)) == sorted(map(_canonical, other.calls))
         yield Cause.REORDERED if is_same else Cause.EDITED, excerpt(before, start), excerpt(after, start)
     elif one.call_ids != other.call_ids and one.text == other.text:
         yield Cause.CALL_IDS, ", ".join(one.call_ids), ", ".join(other.call_ids)
@@ -346,6 +444,12 @@ def thoughts_apart(part: Part) -> Part:
         return part
     reasoning = part.reasoning or (found[1] or found[2] or "").strip()
     return replace(part, text=part.text.lstrip()[found.end() :].lstrip(), reasoning=reasoning)
+
+
+def _is_twice(parts: Sequence[Part], start: int, stop: int) -> bool:
+    """Whether messages stand beside their like."""
+    length, some = stop - start, parts[start:stop]
+    return some in (parts[max(0, start - length) : start], parts[stop : stop + length])
 
 
 def _holds_all(part: Part, others: Sequence[Part]) -> bool:

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from cache.types import TokenArray, common_prefix_length
+from cache.trie import TokenNode, TokenTrie
+from cache.types import TokenArray
 from models.errors import InvalidParameter, told_as
-from models.prompt.shapes import with_constant_header
+from models.prompt.shapes import Outline, with_constant_header
 from server.api.sessions import resolve_session_id
 from server.app.config import StartError
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
@@ -66,7 +67,8 @@ class Reader:
         reply = reply and thoughts_apart(reply)
         prompt = replace(request.prompt, parts=tuple(map(thoughts_apart, parts)))
         tokens, answered = characters_of(prompt), characters_of(prompt, reply)
-        return Rendered(prompt, tokens), EvaluatedTurn(prompt, reply, tokens=answered, num_prompt_tokens=len(tokens))
+        turn = EvaluatedTurn(prompt, reply, tokens=answered, num_prompt_tokens=len(tokens))
+        return Rendered(prompt, tokens, outline_of(prompt)), turn
 
 
 def read_requests(path: Path) -> list[Recorded]:
@@ -155,17 +157,20 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
     per_token = reader.characters_per_token
     visits: dict[Name, list[LinkedTurn]] = {}
     conversations = Conversations(MAX_BYTES, is_of_one_owner=True)
+    known: dict[tuple[str, str], TokenTrie[TokenNode]] = {}
     for number, request in enumerate(requests):
         if (read := reader.read(request)) is None:
             continue
         request_id, (rendered, turn) = str(number), read
         name, previous = conversations.find(request.session_id, rendered, request_id)
         turns = visits.setdefault(name, [])
-        hit = _restorable(previous, rendered)
+        state = known.setdefault((turn.prompt.model, turn.prompt.namespace), TokenTrie(TokenNode))
+        hit = min(state.match(rendered.tokens).length, len(rendered.tokens) - 1)
         reuse = explain(previous, rendered, match=hit, hit=hit)
         losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // per_token)
         turns.append(LinkedTurn(request_id, previous.request_id if previous else None, losses, reuse.kept))
         conversations.record(name, replace(turn, request_id=request_id))
+        state.extend(state.root, turn.tokens)
     unnamed = itertools.count(1)
     return [
         checkup_from(name.id if name.is_named else f"(unnamed {next(unnamed)})", turns)
@@ -173,15 +178,20 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
     ]
 
 
-def _restorable(previous: EvaluatedTurn | None, request: Rendered) -> int:
-    if previous is None or not request.prompt.shares_state_with(previous.prompt):
-        return 0
-    return min(common_prefix_length(previous.tokens, request.tokens), len(request.tokens) - 1)
-
-
 def characters_of(prompt: Prompt, reply: Part | None = None) -> TokenArray:
     """A prompt's characters as numbers."""
-    parts = prompt.parts if reply is None else (*prompt.parts, reply)
-    messages = (f"\0{part.role}\0{part.shown}{' '.join(part.call_ids)}" for part in parts)
-    text = "".join([prompt.arguments, prompt.tools_text, *messages])
+    text = "".join(_texts(prompt if reply is None else replace(prompt, parts=(*prompt.parts, reply))))
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
+
+
+def outline_of(prompt: Prompt) -> Outline:
+    """Where messages begin in `characters_of`."""
+    starts = itertools.accumulate(map(len, _texts(prompt)))
+    return Outline(tuple(starts)[:-1], tuple(part.role for part in prompt.parts))
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    """The tools, and each message; templates show their arguments behind the first system messages, or later."""
+    texts = [f"\0{part.role}\0{part.shown}{' '.join(part.call_ids)}" for part in prompt.parts]
+    first = min(prompt.num_head, len(texts) - 1)
+    return [prompt.tools_text, *texts[:first], prompt.arguments + texts[first], *texts[first + 1 :]]

@@ -269,6 +269,55 @@ def with_agents(turn: int) -> list[Body]:
     return [call, *TOOLS]
 
 
+PARALLEL = [{**CALL, "id": f"call_{place}"} for place in range(3)]
+RESULTS = [
+    {"role": "tool", "tool_call_id": f"call_{place}", "content": f"The {item} weighs {place + 4} grams."}
+    for place, item in enumerate(("pear", "plum", "fig"))
+]
+TO_SUM_UP = {
+    "role": "user",
+    "content": "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary.",
+}
+TO_REVIEW = {"role": "user", "content": "Review the conversation above: what was learnt that is worth a note? " * 3}
+PINNED = "Here is shop.py, pinned:\n```python\nLIMIT = {}\n\ndef price(n):\n    return n * 7\n```\nRead it."
+
+
+def other_results(turn: int, messages: list[Body]) -> None:
+    """Sends the results of parallel calls in another order, as they happened to end."""
+    results = RESULTS[turn:] + RESULTS[:turn]
+    messages[4:6] = copy.deepcopy([{**messages[4], "tool_calls": PARALLEL}, *results])
+
+
+def with_examples(turn: int, messages: list[Body]) -> None:
+    """Puts examples before the conversation, others in each turn."""
+    for item, grams in (("plum", 3 + turn), ("fig", 9 + 5 * turn)):
+        said = (("user", f"What do {grams} {item}s weigh?"), ("assistant", f"They weigh {grams * 4} grams."))
+        messages[1:1] = [{"role": role, "content": text} for role, text in said]
+
+
+def with_examples_in_system(turn: int, messages: list[Body]) -> None:
+    """Lists the examples in the system message."""
+    shown = "\n".join(f"- {number} plums weigh {number * 4} grams" for number in (3 + turn, 8 + 2 * turn))
+    messages[0]["content"] += f"\n\n## Examples\n{shown}\n\nBe kind."
+
+
+def told_as_text(turn: int, messages: list[Body]) -> None:
+    """Sends all that was said as JSON in one message."""
+    said = [{"role": one["role"], "content": one["content"]} for one in messages[1:]]
+    messages[1:] = [{"role": "user", "content": f"Answer the last message of this chat. {json.dumps(said)}"}]
+
+
+def sent_again(turn: int, messages: list[Body]) -> None:
+    """Has the first message twice, as after a retry."""
+    if turn >= LASTING:
+        messages.insert(1, copy.deepcopy(messages[1]))
+
+
+def at_the_end(change: Callable[[Body], Body]) -> Apply:
+    """Returns what an agent asks once its task is done."""
+    return lambda turn, body: [change(body) if turn == NUM_TURNS - 1 else {**body, "tools": TOOLS}]
+
+
 REVERSED = [{key: one[key] for key in reversed(one)} for one in TOOLS]
 SCHEMA = "Weighs an item of\n  the shop on the\n  scale."
 SUMMARY: Body = {"role": "user", "content": "Summary: they said hello, and a pear was weighed: five grams."}
@@ -599,6 +648,81 @@ FAULTS: tuple[Fault, ...] = (
         "kwargs",
         may_be_hidden=True,
     ),
+    Fault(
+        "weekday of another language in system",
+        edited(0, lambda t, s: f"Nous sommes {('samedi', 'dimanche', 'lundi')[t]}. {s}"),
+        Cause.CLOCK,
+        "system",
+        "newest",
+        0,
+    ),
+    Fault(
+        "port in system",
+        edited(0, lambda t, s: f"Tools are at http://127.0.0.1:{49213 + 909 * t}/sse. {s}"),
+        Cause.ADDRESS,
+        "system",
+        "port",
+        0,
+    ),
+    Fault(
+        "hash of git in system",
+        edited(0, lambda t, s: f"On main@{('4f3e2d1', 'deadbee', '4810293')[t]}. {s}"),
+        Cause.NONCE,
+        "system",
+        "header",
+        0,
+    ),
+    Fault(
+        "temporary folder in system",
+        edited(0, lambda t, s: f"Notes are in /var/run/tmp{('ab12cd', 'qwerty', 'zz98qe')[t]}. {s}"),
+        Cause.NONCE,
+        "system",
+        "header",
+        0,
+    ),
+    Fault("examples drawn anew", on_messages(with_examples), Cause.EXAMPLES, "user", "once", 1),
+    Fault("examples in system", on_messages(with_examples_in_system), Cause.EXAMPLES, "system", "once", 0),
+    Fault(
+        "figure in a pinned file",
+        edited(1, lambda t, s: PINNED.format(5 + t)),
+        Cause.EDITED,
+        "user",
+        "exactly as they were",
+        1,
+    ),
+    Fault(
+        "error of a tool rewritten",
+        edited(5, lambda t, s: f"Error {'-32603: ' * (t >= LASTING)}-32600: no such pear."),
+        Cause.EDITED,
+        "tool",
+        "result",
+        5,
+    ),
+    Fault("results in another order", on_messages(other_results), Cause.REORDERED, "tool", "order", 5),
+    Fault(
+        "variation selector",
+        edited(3, lambda t, s: s + (" I \u2764\ufe0f it." if t >= LASTING else " I \u2764 it.")),
+        Cause.ENCODED,
+        "user",
+        "escaping",
+        3,
+    ),
+    Fault("first message twice", on_messages(sent_again), Cause.DUPLICATED, "user", "once", 2),
+    Fault("history as one text", on_messages(told_as_text), Cause.FLATTENED, "user", "as messages", 1),
+    Fault(
+        "compaction without tools",
+        at_the_end(lambda body: {**body, "tools": [], "messages": [*body["messages"], TO_SUM_UP]}),
+        Cause.COMPACTION,
+        "tools",
+        "tool_choice",
+    ),
+    Fault(
+        "review at the end",
+        at_the_end(lambda body: {**body, "tools": TOOLS, "messages": [*body["messages"][:-4], TO_REVIEW]}),
+        Cause.FORKED,
+        "user",
+        "nothing to mend",
+    ),
     Fault("title request", with_a_long_head(beside(lambda _: TITLE)), Cause.SIDE_REQUEST, None, "titles"),
     Fault("two clients on one id", with_a_long_head(beside(lambda _: OTHER)), Cause.SIDE_REQUEST, None, "their own"),
     Fault(
@@ -616,14 +740,14 @@ NEED_A_NAME = frozenset({"title request", "two clients on one id", "whole histor
 """Faults of a session's name: without one, other conversations are other conversations."""
 
 
-def turns_of(fault: Fault | None, ask: Callable[[Body], Body]) -> list[Body]:
+def turns_of(fault: Fault | None, ask: Callable[[Body], Body], num_turns: int = NUM_TURNS) -> list[Body]:
     """Holds a conversation with a fault, None for a good one; returns what was sent, as lines of a recording.
 
     `ask` sends a body and returns the answer.
     """
     lines, history = list[Body](), copy.deepcopy(SEED)
-    for turn in range(NUM_TURNS):
-        history.append({"role": "user", "content": QUESTIONS[turn]})
+    for turn in range(num_turns):
+        history.append({"role": "user", "content": QUESTIONS[turn % NUM_TURNS]})
         body: Body = {"messages": copy.deepcopy([{"role": "system", "content": SYSTEM}, *history])}
         for sent in fault.apply(turn, body) if fault is not None else [body]:
             answer = ask(sent)

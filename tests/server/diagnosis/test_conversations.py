@@ -132,11 +132,18 @@ def test_a_clock_that_keeps_conversations_from_sharing_is_told(session_ids: bool
         (asked("It is 09:16.", "Far?", "a"), asked("It is 09:17.", "Milk?", "b")),
         (asked("Be kind. It is 09:16. You sell wine.", "Far?"), asked("Be kind. You sell wine.", "Milk?")),
         (asked(f"You serve store 12. {'Be kind. ' * 90}", "Far?"), asked("Be kind. " * 90, "Milk?")),
+        (asked("It is 09:16.", "Far?"), asked("", "Milk?")),
         (prompt("How far is the sea at 09:16?"), prompt("How far is the moon at 09:17, by the way?")),
     ],
 )
 def test_conversations_that_share_nothing_or_all_are_told_nothing(first: Prompt, second: Prompt) -> None:
     assert accounts(first, second) == [[], []]
+
+
+def test_no_clock_is_told_of_a_conversation_that_has_none() -> None:
+    rules = "Be kind, and count each item twice. " * 20
+    first, second = asked(f"It is 09:16. {rules}", "Far?"), asked(f"{rules} Say nothing of wine.", "Milk?")
+    assert Cause.CLOCK not in [cause for cause, _ in accounts(first, second)[1]]
 
 
 def test_a_clock_is_not_told_where_another_conversation_begins_just_like_the_request() -> None:

@@ -32,7 +32,7 @@ from server.pool.pool import ModelPool
 from tests.support import tiny_models
 from tests.support.apps import create_app, member
 from tests.support.fake_engine import FakeEngine, fake_model
-from tests.support.faults import FAULTS, NEED_A_NAME, NUM_TURNS, Body, Fault, turns_of
+from tests.support.faults import FAULTS, NEED_A_NAME, NUM_TURNS, TOOLS, Body, Fault, on_messages, turns_of
 
 CHAT = "/v1/chat/completions"
 MAX_TOKENS = 4
@@ -262,13 +262,63 @@ def test_a_conversation_from_before_the_start_is_told_to_need_the_disk(served: S
     case = Case(served.client, "before the start")
     conversations = case.client.app.state.api.conversations  # type: ignore[attr-defined]
     conversations.is_whole = True
-    said = "Here is all that I would like to buy this week. " * 20
-    messages = [{"role": role, "content": said} for role in ("user", "assistant", "user")]
+    said = "Here is all that I would like to buy this week. "
+    messages = [{"role": role, "content": said * (70 * (role == "assistant") or 1)} for role in ("user", "assistant")]
+    messages.append(messages[0])
+    examples = [{**one, "content": f"For example: {said * 2}"} for one in messages]
+    first = case.ask({"messages": examples})["cache"]["miss"]
+    assert first["cause"] == Cause.COLD, "examples were said by nobody"
     miss = case.ask({"messages": messages})["cache"]["miss"]
     conversations.is_whole = False
     assert (miss["reason"], miss["cause"], "--cache-disk" in miss["cure"]) == ("restarted", Cause.RESTARTED, True)
     (finding,) = findings_of_all(case.checkups())
     assert finding.cause is Cause.RESTARTED and finding.tokens == miss["lost_tokens"] > 128
+
+
+@pytest.mark.parametrize("is_toggled", [False, True])
+def test_one_question_to_two_characters_is_two_conversations(
+    served: Served, is_toggled: bool, tmp_path: Path
+) -> None:
+    """Also where their template arguments differ, which the prompts show only behind the system text."""
+    case, lines = Case(served.client, f"characters {is_toggled}"), list[Body]()
+    for name in ("Zelda", "Otto"):
+        body: Body = {"messages": [{"role": "system", "content": f"You are {name} the first. {SHOP_RULES}"}]}
+        body["messages"].append({"role": "user", "content": "Who are you?"})
+        body |= {"chat_template_kwargs": {"enable_thinking": True}} if is_toggled and name == "Zelda" else {}
+        lines.append({"body": body, "response": case.ask(body)})
+    for found in (case.checkups(), checkups_of(read_requests(written(tmp_path, lines)))):
+        (finding,) = findings_of_all(found)
+        assert (len(found), finding.cause, finding.where) == (2, Cause.EARLY, "system message")
+
+
+def test_a_sub_agent_under_the_name_of_its_session_begins_anew(served: Served) -> None:
+    agent = [
+        {"role": "system", "content": "You search files and tell where things stand in them. " * 9},
+        {"role": "user", "content": "Look for the price of pears in all files, please. " * 9},
+    ]
+    case = Case(served.client, "sub-agent", "s")
+
+    def apply(turn: int, body: Body) -> list[Body]:
+        own = {**body, "tools": TOOLS}
+        return [{"messages": agent, "tools": TOOLS[:1]}, own] if turn == 1 else [own]
+
+    turns_of(Fault("", apply, Cause.COLD, None, ""), case.ask)
+    assert {one.cause for one in findings_of_all(case.checkups())} <= {Cause.NOT_RESTORABLE}
+    assert {miss["cause"] for miss in case.misses} <= {Cause.COLD, Cause.TEMPLATE, Cause.NOT_RESTORABLE}
+
+
+def test_a_recording_counts_what_older_branches_left_as_the_server_does(served: Served, tmp_path: Path) -> None:
+    """A group chat: each turn another of two characters speaks, over the same history."""
+    case = Case(served.client, "branches", "s")
+
+    def apply(turn: int, messages: list[Body]) -> None:
+        messages[0]["content"] = f"You are {('Zelda', 'Otto')[turn % 2]} of the shop. {SHOP_RULES}"
+
+    lines = turns_of(Fault("", on_messages(apply), Cause.EDITED, "system", ""), case.ask, num_turns=6)
+    reader = ModelReader(served.renderer, hygiene=False)
+    recorded = checkups_of(read_requests(written(tmp_path, lines, "s")), reader=reader)
+    live, told = ([loss.tokens for loss in one[0].losses] for one in (case.checkups(), recorded))
+    assert told[-2:] == pytest.approx(live[-2:], abs=4) and max(told[-2:]) < 128
 
 
 SHOP_RULES = "Answer briefly and politely, never speak of prices, and count each item twice. " * 12

@@ -28,6 +28,40 @@ CLOCKS = [
     ("now=1795311985", "now=1795311999"),
     ("now=1795311985902", "now=1795311999001"),
     ("Good morning", "Good evening"),
+    ("am 21.11.2026.", "am 22.11.2026."),
+    ("Sat 29", "Sun 30"),
+    ("Sa., 28. Nov.", "So., 29. Nov."),
+    ("Guten Morgen", "Guten Tag"),
+    ("um 09.16 Uhr", "um 09.17 Uhr"),
+    ("il est 9h16", "il est 9h17"),
+    ("samedi 29 août", "dimanche 30 août"),
+    ("a las 9, sábado", "a las 9, domingo"),
+    ("29 de noviembre de 2026", "30 de noviembre de 2026"),
+    ("ore 9.16", "ore 9.17"),
+    ("sexta-feira", "sábado"),
+    ("zaterdag", "zondag"),
+    ("sobota", "niedziela"),
+    ("29 ноября", "30 ноября"),
+    ("вторник", "среда"),
+    ("9時16分", "9時17分"),
+    ("土曜日", "日曜日"),
+    ("下午3:20", "下午3:21"),
+    ("星期六", "星期日"),
+    ("2026年11月29日", "2026年11月30日"),
+    ("오전 9시", "오후 1시"),
+    ("토요일", "일요일"),
+    ("السبت", "الأحد"),
+    ("up 1h 12m", "up 1h 13m"),
+    ("up 45m", "up 46m"),
+    ("vor 3 Minuten", "vor 4 Minuten"),
+]
+ADDRESSES = [
+    ("http://127.0.0.1:49213/sse", "http://127.0.0.1:50122/sse"),
+    ("localhost:5173", "localhost:5174"),
+    ("at 192.168.1.5.", "at 192.168.1.9."),
+    ("https://3f2a-81.example.app/x", "https://9b1c-81.example.app/x"),
+    ("port 49213", "port 50122"),
+    ("ws://[::1]:4921", "ws://[::1]:5012"),
 ]
 COUNTERS = [
     ("Memory [49% — 1,085/2,200 chars]", "Memory [50% — 1,085/2,200 chars]"),
@@ -36,6 +70,11 @@ COUNTERS = [
     ("budget: $3.20 left", "budget: $2.95 left"),
     ("tokens=512;", "tokens=1024;"),
     ("step #3", "step #4"),
+    ("5 out of 6", "4 out of 6"),
+    ("12°C, wind 3 m/s", "13°C, wind 4 m/s"),
+    ("at 48.8566, 2.3522", "at 48.8571, 2.3519"),
+    ("1048576 tokens", "1048999 tokens"),
+    ("shop.py:17", "shop.py:18"),
 ]
 NONCES = [
     (f"id {UUIDS[0]}.", f"id {UUIDS[1]}."),
@@ -46,6 +85,14 @@ NONCES = [
     ("session: brave-otter", "session: quiet-heron"),
     ('"request_id": "abcd"', '"request_id": "wxyz"'),
     ("ref 839201774653", "ref 839201774699"),
+    ("main@4f3e2d1", "main@deadbee"),
+    ("v1.2.3-12-g4f3e2d1", "v1.2.3-12-ga81c09e"),
+    ("on main/4f3e2d1", "on main/4810293"),
+    ("<Shop at 0x7f3a1c2d>", "<Shop at 0x7f9b0e11>"),
+    ("/var/run/tmpab12cd", "/var/run/tmpzz98qe"),
+    ("/tmp/tmp.QwErTy/x", "/tmp/tmp.AsDfGh/x"),
+    ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJhbGlj", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJib2Ji"),
+    ("a.png?date=20261129T091600Z&sig=9f1c2ab77e", "a.png?date=20261129T101600Z&sig=03de44b77e"),
 ]
 EDITS = [
     ("You are a helpful assistant", "You are a title writer"),
@@ -66,6 +113,7 @@ EDITS = [
             (Cause.CLOCK, CLOCKS),
             (Cause.COUNTER, COUNTERS),
             (Cause.NONCE, NONCES),
+            (Cause.ADDRESS, ADDRESSES),
             (Cause.EDITED, EDITS),
         )
         for before, after in pairs
@@ -85,6 +133,11 @@ FORMS = [
     ("It&#39;s 1 &lt; 2", "It's 1 < 2", Cause.ENCODED),
     ("caf\u00e9", "cafe\u0301", Cause.ENCODED),
     ("“so” he said", '"so" he said', Cause.ENCODED),
+    ("I \u2764 tea", "I \u2764\ufe0f tea", Cause.ENCODED),
+    ("so it is", "\u200fso it\u034f is", Cause.ENCODED),
+    ("Examples:\n- a: 1\n- b: 2\nEnd.", "Examples:\n- c: 3\n- d: 4\nEnd.", Cause.EXAMPLES),
+    ("Q: 1+1\nA: 2", "Q: 2+2\nA: 4", Cause.EXAMPLES),
+    ("Notes:\n- likes tea\n- is 9", "Notes:\n- likes milk\n- lives here", Cause.EDITED),
     ('{"humidity": 5}', '{"temperature": 5}', Cause.EDITED),
 ]
 
@@ -146,6 +199,8 @@ def test_the_shared_length_is_that_of_the_common_beginning(one: str, other: str)
         ("Be kind.", "Be kind. ", ("Be kind.", "Be kind.␣")),
         ("one\ntwo", "one\r\ntwo", ("one\ntwo", "one\\r\ntwo")),
         ("at 9", "at 10", ("at 9", "at 10")),
+        ("I \u2764 tea", "I \u2764\ufe0f tea", ("I \u2764 tea", "I \u2764\\ufe0f tea")),
+        ("to the left", "to \u200fthe left", ("to the left", "to \\u200fthe left")),
     ],
 )
 def test_a_difference_is_never_shown_as_two_texts_that_look_alike(before: str, after: str, told: object) -> None:
