@@ -33,20 +33,50 @@ ERROR_LINES = 30
 
 def main() -> None:
     """Brings `.venv` up to date, or ends with one sentence that says what is missing."""
-    made_with = STAMP.read_text().split()[1:] if STAMP.exists() else []
-    options = [name for name in OPTIONS if "--" + name in sys.argv[1:] or name in made_with]
-    wanted = fingerprint(options)
-    if is_current(wanted):
+    if is_current(fingerprint(find_options())):
         return
     require_usable_python()
     require_usable_machine()
+    folder = os.open(str(ROOT), os.O_RDONLY)
     try:
-        set_up(options)
+        wait_for_others(folder)
+        options = find_options()
+        if not is_current(fingerprint(options)):
+            set_up(options)
+            STAMP.write_text(fingerprint(options))
     except subprocess.CalledProcessError as error:
         sys.exit("Setting up .venv failed (see above); the command was: " + " ".join(error.cmd))
     except KeyboardInterrupt:
         sys.exit("\nStopped; the next make begins here again.")
-    STAMP.write_text(wanted)
+    finally:
+        os.close(folder)
+
+
+def find_options() -> "list[str]":
+    """Returns the options asked for, and those that `.venv` was made with."""
+    made_with = read_stamp().split()[1:]
+    return [name for name in OPTIONS if "--" + name in sys.argv[1:] or name in made_with]
+
+
+def read_stamp() -> str:
+    """Returns what `.venv` was completed from; empty while it is not complete."""
+    try:
+        return STAMP.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def wait_for_others(folder: int) -> None:
+    """Locks the open folder for this process, once no other one sets up `.venv` in it."""
+    import fcntl  # only here: Windows has none, and is told before what it lacks
+
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        finish_line("Another make is setting up .venv here; this one waits for it.")
+        fcntl.flock(folder, fcntl.LOCK_EX)
+    except OSError:
+        pass  # a file system without locks
 
 
 def set_up(options: "list[str]") -> None:
@@ -76,7 +106,7 @@ def lock_file(options: "list[str]") -> Path:
 
 def is_current(wanted: str) -> bool:
     """Returns whether `.venv` was completed from `wanted` and its interpreter still starts."""
-    return STAMP.exists() and STAMP.read_text() == wanted and works([PYTHON, "-c", ""])
+    return read_stamp() == wanted and works([PYTHON, "-c", ""])
 
 
 def require_usable_python() -> None:

@@ -1,9 +1,12 @@
 """Setting up a checkout: what each lock file holds, what is remembered, and what a person is told."""
 
 import ast
+import fcntl
+import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,33 @@ def test_ctrl_c_ends_with_a_sentence_and_leaves_no_stamp(checkout: Path, monkeyp
     with pytest.raises(SystemExit, match="the next make begins here again"):
         bootstrap.main()
     assert not bootstrap.STAMP.exists()
+
+
+def test_two_at_once_set_up_once(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `make run` and `make dev` in two terminals of a new clone."""
+    set_up, told, is_waiting = list[list[str]](), list[str](), threading.Event()
+
+    def tell(text: str) -> None:
+        told.append(text)
+        is_waiting.set()
+
+    monkeypatch.setattr(bootstrap, "set_up", set_up.append)
+    monkeypatch.setattr(bootstrap, "finish_line", tell)
+    monkeypatch.setattr(bootstrap, "works", lambda _: True)
+    monkeypatch.setattr(bootstrap, "require_usable_machine", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["bootstrap.py"])
+    other = os.open(checkout, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    second = threading.Thread(target=bootstrap.main)
+    second.start()
+    assert is_waiting.wait(30), "it did not wait"
+    bootstrap.STAMP.write_text(bootstrap.fingerprint(["dev"]))
+    os.close(other)
+    second.join(30)
+    assert not second.is_alive() and not set_up and "waits" in told[0]
+    bootstrap.STAMP.unlink()
+    bootstrap.main()
+    assert set_up == [[]], "the lock ended with the one that held it"
 
 
 def test_the_words_of_pip_become_one_step() -> None:
