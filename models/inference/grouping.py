@@ -5,8 +5,7 @@ needs. Each member costs operations in every layer, a group of different lengths
 read with their padding. Costs count in tokens: one is the time to read one token's keys and values in all layers.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
@@ -57,10 +56,6 @@ class Buffer:
     capacity: int
     """Tokens of each row."""
 
-    def fits(self, num_rows: int, longest: int) -> bool:
-        """Whether rows fit that have at most `longest` tokens, with one more for each."""
-        return num_rows <= self.room and longest < self.capacity
-
 
 @dataclass(frozen=True)
 class Wanted:
@@ -109,7 +104,9 @@ class _Planner:
         free, wanted = set(range(len(self.groups))), list[Wanted]()
         for member in sorted((one for one in members if len(one) > 1), key=len, reverse=True):
             rows = [self.rows[place] for place in member]
-            kept = self._choose_kept(rows, free)
+            held = {group: sum(row.tokens for row in rows if row.group == group) for group in free}
+            fitting = [group for group in free if held[group] and _fits(rows, self.groups[group])]
+            kept = max(fitting, key=lambda group: held[group], default=None)
             if kept is None:
                 room = 1 << (len(rows) - 1).bit_length() if has_room else len(rows)
                 wanted.append(Wanted(tuple(member), Buffer(room, capacity_for(rows))))
@@ -117,15 +114,6 @@ class _Planner:
                 free.remove(kept)
                 wanted.append(Wanted(tuple(member), self.groups[kept], kept))
         return wanted
-
-    def _choose_kept(self, rows: Sequence[Row], free: Set[int]) -> int | None:
-        """The group of `free` that fits and holds most of the rows' tokens, if any holds some."""
-        held, longest = Counter[int](), max(row.tokens for row in rows)
-        for row in rows:
-            if row.group is not None and row.group in free:
-                held[row.group] += row.tokens
-        fitting = [group for group in held if self.groups[group].fits(len(rows), longest)]
-        return min(fitting, key=lambda group: (-held[group], group), default=None)
 
     def with_joins(self, now: _Members) -> _Members:
         """Rows that are alone join where that is cheaper."""
@@ -143,10 +131,8 @@ class _Planner:
 
         First those that copy little; then the cheapest in a step, and some that need ever less memory.
         """
-        now: _Members = [[] for _ in self.groups]
-        for place, row in enumerate(self.rows):
-            if row.group is not None:
-                now[row.group].append(place)
+        numbers = range(len(self.groups))
+        now = [[place for place, row in enumerate(self.rows) if row.group == number] for number in numbers]
         for option in (self.place(now), [], self.place(self.with_joins(now))):
             yield 0.0, option
         apart = sum(self.costs.of(1, row.tokens, row.tokens) for row in self.rows if not row.can_share)
@@ -165,25 +151,24 @@ class _Planner:
         """The least cost if neighbours by length share; and which: dynamic programming over where a member stops."""
         order = self._sorted_places()
         lengths = [self.rows[place].tokens for place in order]
-        before, least, starts = [0, *accumulate(lengths)], [0.0], list[int]()
+        before, least = [0, *accumulate(lengths)], [(0.0, 0)]
         for stop, longest in enumerate(lengths, 1):
             # Shorter rows are better alone: there one costs a member and its tokens, here those of the longest.
             cheaper_alone = min(longest, self.costs.masked_token * longest - self.costs.member)
-            best, first = float("inf"), 0
+            best = float("inf"), 0
             for start in range(stop - 1, -1, -1):
                 padding = (stop - start) * longest - before[stop] + before[start]
                 if padding > most_padding or lengths[start] < cheaper_alone:
                     break
-                cost = least[start] + self.costs.of(stop - start, lengths[start], longest)
-                if cost <= best:
-                    best, first = cost, start
+                cost = least[start][0] + self.costs.of(stop - start, lengths[start], longest)
+                if cost <= best[0]:
+                    best = cost, start
             least.append(best)
-            starts.append(first)
         members, stop = _Members(), len(order)
         while stop:
-            members.append(order[starts[stop - 1] : stop])
-            stop = starts[stop - 1]
-        return least[-1], members
+            members.append(order[least[stop][1] : stop])
+            stop = least[stop][1]
+        return least[-1][0], members
 
     def _sorted_places(self) -> list[int]:
         places = [place for place, row in enumerate(self.rows) if row.can_share]
@@ -209,3 +194,7 @@ class _Planner:
             stays = row.group is not None and kept.get(place) == row.group
             copied += row.tokens * ((place in kept and not stays) + 2 * (row.group is not None and not stays))
         return EXPECTED_STEPS * step + COPY_TOKENS * copied
+
+
+def _fits(rows: Sequence[Row], buffer: Buffer) -> bool:
+    return len(rows) <= buffer.room and max(row.tokens for row in rows) < buffer.capacity
