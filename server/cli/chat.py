@@ -139,7 +139,10 @@ class Chat:
             if said:
                 self.screen.note(said)
         elif match and "\n" not in text:
-            self.screen.note(f"There is no command /{match[1]}; /? lists them")
+            hint = conversation.nearest(
+                f"/{match[1]}", [f"/{name}" for name in (*_BY_NAME, *_LEAVE)], "/? lists them"
+            )
+            self.screen.note(f"There is no command /{match[1]}; {hint}")
         else:
             self.answer(text)
 

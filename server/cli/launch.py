@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from models.names import BUILT_IN
 from models.texts import grouped
 from server.app import memory_budget
 from server.app.config import ConfigError, StartError
@@ -51,7 +52,7 @@ _tell = partial(typer.echo, err=True)
 class _Recipe:
     title: str
     program: str
-    advice: str
+    install: str
     start: Callable[[Served], tuple[Variables, Sequence[str]]]
     """Makes the variables, and the first arguments."""
 
@@ -104,6 +105,7 @@ def _aider(target: Served) -> tuple[Variables, Sequence[str]]:
     return variables, ("--model", f"openai/{target.model}", "--no-show-model-warnings")
 
 
+INSTALLERS = {"npm": "it comes with Node.js", "uv": "pipx install uv, or brew install uv"}
 RECIPES: Mapping[str, _Recipe] = {
     "claude": _Recipe("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude),
     "codex": _Recipe("Codex", "codex", "npm install -g @openai/codex", _codex),
@@ -193,8 +195,10 @@ def launch(
         raise ConfigError(f"there is no client {client!r}; there are {', '.join(RECIPES)}")
     config, urls = load_model_config({"models": model and [model]}, os.environ), known_urls()
     name, key = config.models[0], api_key or config.api_key
+    if name in BUILT_IN:
+        _tell(f"{name} is for trying the server and cannot work as an agent; first: mlx-serve pull qwen3")
     if not show and shutil.which(recipe.program) is None:
-        raise StartError(f"{recipe.title} is not installed: there is no {recipe.program}; {recipe.advice}")
+        raise StartError(f"{recipe.title} is not installed: there is no {recipe.program}; {_advice(recipe)}")
     # A closed terminal, or SIGTERM, also ends the agent and its server.
     with handling(leave, signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
         served = find_served(name, urls, key)
@@ -209,6 +213,12 @@ def launch(
         else:
             _tell(f"Asking the server at {served.url}.")
         raise typer.Exit(_run(recipe, served, arguments or ()))
+
+
+def _advice(recipe: _Recipe) -> str:
+    installer = recipe.install.split()[0]
+    needs = "" if shutil.which(installer) else f" (there is no {installer} either; {INSTALLERS[installer]})"
+    return f"install it: {recipe.install}{needs}"
 
 
 def _run(recipe: _Recipe, served: Served, arguments: Sequence[str]) -> int:

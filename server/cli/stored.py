@@ -132,8 +132,9 @@ def check_files(
         (folder / file).resolve().unlink()
     faults = [{"file": file, "fault": fault} for file, fault in found.items()]
     record = {"name": name, "files": num_files, "compared": num_compared, "faults": faults, "removed": removed}
-    unknown = f"; of {num_files - num_compared} no hash is known" if num_files > num_compared else ""
-    whole = f"{name} is whole: {num_compared} files have the hub's hash{unknown}."
+    whole = f"{name} is whole: {num_compared} files have the hub's hash."
+    if unknown := num_files - num_compared:
+        whole = f"{name} has its {num_files} files. No hash is known of {unknown}; the length of weights is right."
     tell(record, "\n".join(f"{file}: {fault}" for file, fault in found.items()) or whole, as_json)
     if found and not as_json:
         typer.echo(f"mlx-serve: {_advice(name, place, are_removed=bool(removed))}", err=True)
@@ -206,10 +207,12 @@ def _template(folder: Path) -> str:
 
 def _read(file: str) -> tuple[str, Path]:
     """Also returns the folder of relative paths. Raises StartError."""
+    path = Path(file).expanduser()
+    if file != "-" and not path.exists():
+        raise StartError(f"there is no {file}; write it first: printf 'FROM demo\\nSYSTEM Be brief.\\n' > {file}")
     with told_as(StartError, f"{file} cannot be read"):
         if file == "-":
             return sys.stdin.read(), Path.cwd()
-        path = Path(file).expanduser()
         return path.read_text(encoding="utf-8"), path.parent
 
 

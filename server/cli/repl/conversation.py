@@ -6,7 +6,7 @@ Knows neither who answers nor how text reaches the terminal.
 import contextlib
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -69,9 +69,14 @@ def parse_parameter(name: str, text: str) -> Any:
 def check_name(name: str) -> None:
     """Raises ChatError."""
     if name not in _KINDS:
-        near = difflib.get_close_matches(name, _KINDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KINDS)}"
+        hint = nearest(name, _KINDS, f"there are {', '.join(_KINDS)}")
         raise ChatError(f"there is no parameter {name!r}; {hint}")
+
+
+def nearest(name: str, names: Iterable[str], otherwise: str) -> str:
+    """A question for the name that a person may have meant; `otherwise` where none is near."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def describe(parameters: Mapping[str, Any]) -> str:

@@ -140,8 +140,10 @@ def test_speed_counts_the_tokens_made_between_the_first_and_the_last() -> None:
 
 
 def test_an_unknown_command_is_not_sent_to_the_model_but_a_path_is() -> None:
-    talk = Talk("/nwe", "/etc/hosts is what?", "", "  ")
-    assert "There is no command /nwe" in talk.run()
+    talk = Talk("/syst", "/nwe", "/xyzzy", "/etc/hosts is what?", "", "  ")
+    said = talk.run()
+    assert "There is no command /syst; did you mean /system?" in said and "did you mean /new?" in said
+    assert "There is no command /xyzzy; /? lists them" in said
     assert talk.transcript.texts == ["user: /etc/hosts is what?"]
 
 

@@ -110,7 +110,8 @@ def test_a_folder_is_named_from_where_the_modelfile_lies(capsys: pytest.CaptureF
         (("rm", "demo", "--force"), "comes with mlx-serve"),
         (("rm", "nope-nope"), "There is no model 'nope-nope' to be removed"),
         (("rm", "taken"), "--force removes it at once"),
-        (("create", "x", "-f", "/gone/Modelfile"), "/gone/Modelfile cannot be read"),
+        (("create", "x", "-f", "/gone/Modelfile"), "there is no /gone/Modelfile; write it first: printf"),
+        (("create", "x", "-f", "/"), "/ cannot be read: is a directory"),
         (("show", "demo", "--modelfile"), "demo is no name of your own"),
     ],
 )
@@ -160,6 +161,7 @@ def test_whole_files_are_said_to_be_whole(capsys: pytest.CaptureFixture[str], hu
     run(capsys, "cp", "org/name", "mine")
     for name in ("org/name", "mine"):
         assert run(capsys, "verify", name) == (0, f"{name} is whole: 2 files have the hub's hash.\n", "")
+    assert "demo has its 7 files. No hash is known of 7;" in run(capsys, "verify", "demo")[1]
 
 
 @pytest.mark.parametrize(
