@@ -13,6 +13,8 @@ import httpx
 import openai
 import pytest
 
+from scripts.bench.serving_client import Messages
+from scripts.bench.serving_prompts import PerfectCache, TextMaker, with_answer
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.diagnosis.causes import Cause
@@ -131,6 +133,33 @@ def test_the_second_turn_and_a_second_conversation_are_cached(live: Live) -> Non
     assert first.usage.prompt_tokens_details.cached_tokens < num_system
     assert second.usage.prompt_tokens_details.cached_tokens > num_system
     assert other.usage.prompt_tokens_details.cached_tokens > num_system - 16
+
+
+@pytest.mark.parametrize(
+    ("live", "most"), [("llama", 0), ("gemma3", 8), ("qwen3_5", 8), ("mamba2", 8)], indirect=["live"]
+)
+def test_nine_steps_of_a_chats_life_lose_no_more_than_the_tokens_that_ask_for_the_answer(
+    live: Live, most: int
+) -> None:
+    """Attention loses nothing. Otherwise a prompt's end is kept once, before the tokens that ask."""
+    maker, perfect, lost = TextMaker(2), PerfectCache(), list[int]()
+
+    def say(history: Messages, message: dict[str, str]) -> Messages:
+        asked = [*history, message]
+        answer = live.ask(*asked, max_tokens=24)
+        lost.append(perfect.cached_tokens(asked) - answer.usage.prompt_tokens_details.cached_tokens)
+        text = answer.choices[0].message.content
+        # An answer that ends within a character comes back as other tokens.
+        perfect.remember(asked, text if "\ufffd" not in text else "")
+        return with_answer(asked, text)
+
+    start, edit = [maker.message(160, "system")], maker.message(40)
+    first = say(start, maker.message(40))
+    third = say(say(first, maker.message(40)), maker.message(40))
+    say(say(start, maker.message(40)), maker.message(40))
+    for history, message in ((third, maker.message(40)), (third, maker.message(40)), (first, edit), (first, edit)):
+        say(history, message)
+    assert len(lost) == 9 and max(lost) <= most, lost
 
 
 def test_a_clock_that_moves_with_each_turn_costs_only_what_follows_it(live: Live) -> None:
