@@ -212,7 +212,7 @@ class Runner:
         if self.form is not Form.ALONE:
             fault = probe.find_flat_fault(self.form)
             self.feeds_together = fault is None
-            self.drafts_form += "" if fault is None else f"; several rows have a call each, because {fault}"
+            self.drafts_form += "" if fault is None else f"; each request in steps of its own, because {fault}"
         self.max_feed_tokens, whole, left = MAX_FEED_TOKENS, self._whole, probe.left_seconds
         self.step_seconds = self._measure(lambda caches: measure_step_seconds(whole, caches, self._vocab_size, left))
         if self._drafter is not None:
