@@ -105,12 +105,12 @@ def _aider(target: Served) -> tuple[Variables, Sequence[str]]:
     return variables, ("--model", f"openai/{target.model}", "--no-show-model-warnings")
 
 
-INSTALLERS = {"npm": "it comes with Node.js", "uv": "pipx install uv, or brew install uv"}
+NODE = " (npm comes with Node.js)"
 RECIPES: Mapping[str, _Recipe] = {
-    "claude": _Recipe("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude),
-    "codex": _Recipe("Codex", "codex", "npm install -g @openai/codex", _codex),
-    "opencode": _Recipe("opencode", "opencode", "npm install -g opencode-ai", _opencode),
-    "aider": _Recipe("aider", "aider", "uv tool install aider-chat", _aider),
+    "claude": _Recipe("Claude Code", "claude", f"npm install -g @anthropic-ai/claude-code{NODE}", _claude),
+    "codex": _Recipe("Codex", "codex", f"npm install -g @openai/codex{NODE}", _codex),
+    "opencode": _Recipe("opencode", "opencode", f"npm install -g opencode-ai{NODE}", _opencode),
+    "aider": _Recipe("aider", "aider", "uv tool install aider-chat, or pipx install aider-chat", _aider),
 }
 
 
@@ -198,7 +198,7 @@ def launch(
     if name in BUILT_IN:
         _tell(f"{name} is for trying the server and cannot work as an agent; first: mlx-serve pull qwen3")
     if not show and shutil.which(recipe.program) is None:
-        raise StartError(f"{recipe.title} is not installed: there is no {recipe.program}; {_advice(recipe)}")
+        raise StartError(f"{recipe.title} is not installed: there is no {recipe.program}; install it: {recipe.install}")
     # A closed terminal, or SIGTERM, also ends the agent and its server.
     with handling(leave, signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
         served = find_served(name, urls, key)
@@ -213,12 +213,6 @@ def launch(
         else:
             _tell(f"Asking the server at {served.url}.")
         raise typer.Exit(_run(recipe, served, arguments or ()))
-
-
-def _advice(recipe: _Recipe) -> str:
-    installer = recipe.install.split()[0]
-    needs = "" if shutil.which(installer) else f" (there is no {installer} either; {INSTALLERS[installer]})"
-    return f"install it: {recipe.install}{needs}"
 
 
 def _run(recipe: _Recipe, served: Served, arguments: Sequence[str]) -> int:
