@@ -453,7 +453,7 @@ def planning_microseconds(make: Callable[[int], Text], num_rows: int) -> float:
                 row.push(token)
             at[index] += accepted[-1] + 1
         if is_plain:
-            speculation.observe(num_rows, 0.01, 0.0)
+            speculation.observe_plain(num_rows, 0.01, 0.0)
         else:
             drafted = [len(draft) for draft in drafts]
             speculation.learn(rows, [1 + number for number in drafted], drafted, accepted, 0.01)

@@ -263,7 +263,7 @@ class DraftingPipeline(DecodePipeline):
             looked = self._clock()
             self._step_plain(sequences)
             if sequences:
-                self._speculation.observe(len(sequences), self._clock() - looked, looked - begun)
+                self._speculation.observe_plain(len(sequences), self._clock() - looked, looked - begun)
 
     def _may_pay(self, sequences: list[Sequence]) -> bool:
         """Whether the next step may have drafts, or must evaluate several known tokens of a row."""
@@ -282,7 +282,7 @@ class DraftingPipeline(DecodePipeline):
         self._step_plain(self._with_memory())
         if self._left_seconds is not None and sequences:
             # Where drafts ended plain steps, end and beginning together outlast a step.
-            self._speculation.observe_restart(len(sequences), self._left_seconds + self._clock() - begun)
+            self._speculation.observe_resumed(len(sequences), self._left_seconds + self._clock() - begun)
         self._left_seconds = None
 
     def _with_memory(self) -> list[Sequence]:
@@ -318,9 +318,9 @@ class DraftingPipeline(DecodePipeline):
         except Exception as error:  # of the device
             logger.warning("drafting failed: %s", error)
             for sequence in sequences:
-                _drafting(sequence).expected = None
+                _drafting(sequence).drafter = None
             return [[] for _ in sequences]
-        self._speculation.observe_drafting(wanted, self._clock() - begun)
+        self._speculation.observe_drafter(wanted, self._clock() - begun)
         return drafts
 
     def _limit(self, sequence: Sequence) -> int:

@@ -37,7 +37,7 @@ class Predicting:
 
     def begin(self, *_: object) -> SimpleNamespace:
         nothing = lambda *_: None  # noqa: E731
-        return SimpleNamespace(push=nothing, end=nothing, prediction=None, expected=object())
+        return SimpleNamespace(push=nothing, end=nothing, prediction=None, drafter=object())
 
     def may_draft(self, rows: Sequence[object]) -> bool:
         return True
@@ -50,7 +50,7 @@ class Predicting:
         known: list[int],
     ) -> list[list[int]]:
         length = next(self._lengths)
-        wanted = [length * (row.expected is not None) for row in rows]
+        wanted = [length * (row.drafter is not None) for row in rows]
         return predict([*map(min, limits, wanted)]) if any(wanted) else [[] for _ in rows]
 
     def learn(
@@ -59,12 +59,12 @@ class Predicting:
         self.num_steps += any(drafted)
         self.num_accepted += sum(accepted)
 
-    def observe(self, *_: object) -> None:
+    def observe_plain(self, *_: object) -> None:
         pass
 
-    observe_restart = observe
+    observe_resumed = observe_plain
 
-    def observe_drafting(self, wanted: list[int], seconds: float) -> None:
+    def observe_drafter(self, wanted: list[int], seconds: float) -> None:
         pass
 
 

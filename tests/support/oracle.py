@@ -105,12 +105,12 @@ class Oracle:
             row.accepted += num_accepted
         self.learned.append(([*drafted], [*accepted]))
 
-    def observe(self, num_rows: int, seconds: float, looking_seconds: float) -> None:
+    def observe_plain(self, num_rows: int, seconds: float, looking_seconds: float) -> None:
         """Notes a step without drafts."""
         assert seconds >= 0 and looking_seconds >= 0
         self.observed.append(num_rows)
 
-    def observe_restart(self, num_rows: int, seconds: float) -> None:
+    def observe_resumed(self, num_rows: int, seconds: float) -> None:
         """Notes the first step without drafts behind one with some."""
         assert num_rows and seconds >= 0
 

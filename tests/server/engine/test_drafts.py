@@ -160,12 +160,12 @@ class Timed(Oracle):
         super().learn(rows, fed, drafted, accepted, seconds)
         self.told_seconds += seconds
 
-    def observe(self, num_rows: int, seconds: float, looking_seconds: float) -> None:
-        super().observe(num_rows, seconds, looking_seconds)
+    def observe_plain(self, num_rows: int, seconds: float, looking_seconds: float) -> None:
+        super().observe_plain(num_rows, seconds, looking_seconds)
         self.told_seconds += seconds + looking_seconds
 
-    def observe_restart(self, num_rows: int, seconds: float) -> None:
-        super().observe_restart(num_rows, seconds)
+    def observe_resumed(self, num_rows: int, seconds: float) -> None:
+        super().observe_resumed(num_rows, seconds)
         self.told_seconds += seconds
 
     harness: Harness

@@ -63,7 +63,7 @@ class Priced(Speculation):
         seconds = {knot: 1 + knot / 100 for knot in (1, 2, 64)}
         super().__init__(History(), seconds, feeds_together=True, max_feed_tokens=64)
         for num_rows in (1, 2, 3, 4) * 3:  # steps without drafts are measured before some have any
-            self.observe(num_rows, 0.0, 0.0)
+            self.observe_plain(num_rows, 0.0, 0.0)
 
     def learn(
         self, rows: Sequence[Drafting], fed: list[int], drafted: list[int], accepted: list[int], seconds: float
@@ -71,11 +71,11 @@ class Priced(Speculation):
         """Takes no time of the clock."""
         super().learn(rows, fed, drafted, accepted, 1 + sum(fed) / 100)
 
-    def observe(self, num_rows: int, seconds: float, looking_seconds: float) -> None:
+    def observe_plain(self, num_rows: int, seconds: float, looking_seconds: float) -> None:
         """Takes no time of the clock."""
-        super().observe(num_rows, 1 + num_rows / 100, 0.0)
+        super().observe_plain(num_rows, 1 + num_rows / 100, 0.0)
 
-    def observe_restart(self, num_rows: int, seconds: float) -> None:
+    def observe_resumed(self, num_rows: int, seconds: float) -> None:
         """Takes no time of the clock."""
 
     @property

@@ -17,14 +17,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache.history import History, PredictionFollower
+from server.engine.draft_cost import OverheadBudget, StallFilter
 from server.engine.request import DraftSource, GenerationRequest
-from server.engine.speculation import (
-    Drafting,
-    Excess,
-    Overrun,
-    Speculation,
-    choose,
-)
+from server.engine.speculation import Drafting, Speculation, choose
 
 KNOTS = (1, 2, 4, 8, 16, 32)
 MAX_FEED_TOKENS = 33
@@ -130,13 +125,13 @@ class Simulation:
                 if is_under_way:
                     took = self._pass(self.plain(num_rows) + self.lost_seconds)
                     if not math.isnan(left_seconds):
-                        self.speculation.observe_restart(num_rows, left_seconds + took)
+                        self.speculation.observe_resumed(num_rows, left_seconds + took)
                 continue
             left_seconds = self._pass(self.looking_seconds)
             is_under_way = not self.speculation.may_draft(said.drafting)
             said.accept([0] * num_rows)
             if is_under_way:
-                self.speculation.observe(num_rows, self._pass(self.plain(num_rows)), left_seconds)
+                self.speculation.observe_plain(num_rows, self._pass(self.plain(num_rows)), left_seconds)
         for row in said.drafting:
             row.end()
         return said.num_tokens / num_rows * self.plain(num_rows) / (self.now - begun)
@@ -162,7 +157,7 @@ class Simulation:
     def _predict(self, said: "Said", wanted: list[int]) -> list[list[int]]:
         assert self.draft_seconds is not None
         self._drafting_seconds = self._pass(max(wanted) * self.draft_seconds)
-        self.speculation.observe_drafting(wanted, self._drafting_seconds)
+        self.speculation.observe_drafter(wanted, self._drafting_seconds)
         following = zip(said.following(max(wanted)), wanted, strict=True)
         return [
             [token if self._chance.random() < self.accuracy else -9 for token in text[:number]]
@@ -232,7 +227,7 @@ def seen_plain(together: bool = True, draft_seconds: float | None = None) -> Sim
     """Where steps without drafts are known, by rows, and further tokens cost nothing."""
     simulation = Simulation(flat, together=together, draft_seconds=draft_seconds)
     for num_rows in [1, 2, 3, 4, 5, 6, 7] * 3:
-        simulation.speculation.observe(num_rows, flat(num_rows), 0.0)
+        simulation.speculation.observe_plain(num_rows, flat(num_rows), 0.0)
     return simulation
 
 
@@ -384,7 +379,7 @@ def test_what_an_mtp_module_loses_keeps_no_text_from_being_followed(num_rows: in
 def test_texts_are_followed_on_once_the_drafter_has_failed() -> None:
     simulation = Simulation(flat, draft_seconds=0.0001, accuracy=1.0)
     rows = copied_rows(simulation, 1, 0.02)
-    rows[0][0].expected = None
+    rows[0][0].drafter = None
     assert simulation.run(rows) > 3
     assert simulation.speculation.stats.drafted[DraftSource.MTP] == 0
 
@@ -400,7 +395,7 @@ def test_a_drafter_whose_tokens_a_grammar_forbids_is_soon_asked_no_more() -> Non
         return [[-9]]
 
     for token in range(100, 140):
-        speculation.observe(1, flat(1), 0.0)
+        speculation.observe_plain(1, flat(1), 0.0)
         speculation.plan([row], [8], forbidden, [1])
         row.push(token)
     assert 0 < num_asked < 20
@@ -435,7 +430,7 @@ def test_what_fits_beside_known_tokens_of_another_row_is_drafted_too() -> None:
     """Rows are padded to the longest: the tokens cost nothing."""
     simulation = Simulation(linear, together=True, again=True)
     for _ in range(3):
-        simulation.speculation.observe(2, linear(2), 0.0)
+        simulation.speculation.observe_plain(2, linear(2), 0.0)
     rows = [simulation.begin([*TEXT, -1]) for _ in range(2)]
     for row in rows:
         for token in TEXT[:35]:
@@ -513,8 +508,8 @@ def test_drafts_return_within_some_answers_after_a_stall_of_several_steps(num_ro
 
 
 def test_only_what_comes_twice_is_no_stall() -> None:
-    overrun = Overrun()
-    assert [overrun.bounded(seconds, 1.0) for seconds in (9.0, 1.0, 9.0, 5.0, 6.0, 1.0)] == [
+    stalls = StallFilter()
+    assert [stalls.filtered(seconds, 1.0) for seconds in (9.0, 1.0, 9.0, 5.0, 6.0, 1.0)] == [
         1.5,
         1.0,
         1.5,
@@ -560,7 +555,7 @@ def test_plain_steps_are_measured_again_where_drafts_always_pay() -> None:
     assert 50 < num_steps < 200 and planned(speculation, [row], [8]) == [[]]
     for _ in range(3):
         assert not speculation.may_draft([row])
-        speculation.observe(1, 0.01, 0.0)
+        speculation.observe_plain(1, 0.01, 0.0)
     assert speculation.may_draft([row])
 
 
@@ -591,7 +586,7 @@ def test_no_other_lengths_are_expected_to_be_faster(
     if found is None:
         assert best == pytest.approx(num_rows / rest[-1])
     else:
-        assert found.tokens / found.took == pytest.approx(best)
+        assert found.speed == pytest.approx(best)
         assert _speed(options, tuple(found.lengths), rest, num_rows) == pytest.approx(best)
 
 
@@ -622,7 +617,7 @@ def test_no_draft_is_longer_than_its_limit(limits: list[int], num_agreed: int, t
 def test_what_a_padded_step_took_is_held_against_its_rows_times_the_longest() -> None:
     speculation = Simulation(linear, together=True, again=True, noise=0.0).speculation
     calls = speculation._cost.calls
-    assert speculation._known_cost([4, 1, 1]) == (1, (calls[12] - calls[3]) / calls[3], 1.0)
+    assert speculation._cost_at_load([4, 1, 1]) == (1, (calls[12] - calls[3]) / calls[3], 1.0)
 
 
 falling = st.lists(st.floats(0.3, 1), max_size=4).map(lambda odds: [*itertools.accumulate(odds, float.__mul__)])
@@ -634,7 +629,7 @@ def test_no_other_drafts_of_padded_rows_are_expected_to_be_faster(
 ) -> None:
     num_rows, known = len(rows), [number for _, number in rows]
     simulation = Simulation(curve, together=True, again=True)
-    simulation.speculation.observe(num_rows, curve(num_rows), 0.0)
+    simulation.speculation.observe_plain(num_rows, curve(num_rows), 0.0)
     calls, plain = simulation.speculation._cost.calls, curve(num_rows)
 
     def speed(lengths: tuple[int, ...]) -> float:
@@ -655,7 +650,7 @@ def test_no_other_drafts_of_padded_rows_are_expected_to_be_faster(
         assert best <= num_rows * 1.031
     else:
         assert speed(tuple(found.lengths)) == pytest.approx(best)
-        assert found.tokens / found.took == pytest.approx(best)
+        assert found.speed == pytest.approx(best)
 
 
 # -- what is followed
@@ -792,11 +787,11 @@ def test_a_draft_that_came_to_nothing_does_not_make_later_steps_seem_cheap() -> 
         said, num_drafted = list(range(100, 2000)), 0
         row = speculation.begin(request_of([1, 2, 3], said), 0)
         for _ in range(3):
-            speculation.observe(1, 0.01, 0.0)
+            speculation.observe_plain(1, 0.01, 0.0)
         while said:
-            speculation.observe(1, 0.01, 0.0)
+            speculation.observe_plain(1, 0.01, 0.0)
             if drafts_in_vain:
-                speculation.observe_drafting([1], 0.009)
+                speculation.observe_drafter([1], 0.009)
             (draft,) = planned(speculation, [row], [8])
             if draft:
                 num_accepted = len(draft)
@@ -811,13 +806,13 @@ def test_a_draft_that_came_to_nothing_does_not_make_later_steps_seem_cheap() -> 
 
 
 def test_looking_for_drafts_takes_a_bounded_part_of_the_time_and_goes_on_after_a_stall() -> None:
-    excess, num_looked = Excess(), 0
+    budget, num_looked = OverheadBudget(), 0
     for _ in range(1000):
-        num_looked += excess.may_look
-        excess.observe(0.05 * excess.may_look)
+        num_looked += budget.may_look_up
+        budget.observe_plain(0.05 * budget.may_look_up)
     assert 250 <= num_looked <= 310
-    assert [excess.may_lose(expected) > 2 for expected in (False, True)] == [True, True]
-    excess.observe(30.0)
+    assert [budget.left(of_drafter) > 2 for of_drafter in (False, True)] == [True, True]
+    budget.observe_plain(30.0)
     for _ in range(12):
-        excess.observe(0.0)
-    assert excess.may_look
+        budget.observe_plain(0.0)
+    assert budget.may_look_up
