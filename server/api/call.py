@@ -260,8 +260,8 @@ class Call:
     def _begin(self, exchange: Exchange) -> Answer:
         """Raises QueueFull and ApiError (429, 503)."""
         http = self._http
-        if exchange.request.session_id is not None:
-            http.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
+        if exchange.request.session_id is not None and (session_id := http.state.asked_as[1]) is not None:
+            http.state.answer_headers["x-session-id"] = ascii_text(session_id)
         arrival = Arrival(http.url.path, self._received, key_name_of(http), http.headers.get("traceparent"))
         answer = self._charged = Answer(self._context, arrival, exchange)
         self._stack.callback(answer.close)

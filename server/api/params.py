@@ -29,7 +29,7 @@ from server.api.bodies import BodyModel, Whole
 from server.api.conversation import Conversation
 from server.api.dialect import context_of, namespace_of
 from server.api.errors import ApiError, Code, ContextExceeded, wrong
-from server.api.sessions import resolve_session_id
+from server.api.sessions import resolve_line
 from server.engine.request import LOOP_GUARD, GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
 
@@ -138,7 +138,7 @@ def question_of(
         tokens=prompt.tokens,
         max_tokens=_fitting_max_tokens(len(prompt.tokens), params, model, incoming),
         **options,
-        session_id=resolve_session_id(incoming.fields, incoming.http.headers),
+        session_id=resolve_line(incoming.fields, incoming.http.headers),
         namespace=namespace,
         adapter=model.adapter,
         restore_points=prompt.restore_points,

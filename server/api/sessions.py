@@ -253,6 +253,34 @@ def resolve_session_id(body: Mapping[str, Any], headers: Mapping[str, str]) -> s
     return None
 
 
+def resolve_line(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
+    """The session's name, and behind it that of a line of its own, if any; raises InvalidParameter.
+
+    Sub-agents, titles, reviews and compactions say what they are, and continue none of the session's own turns.
+    """
+    session, told = resolve_session_id(body, headers), codex_metadata(body, headers)
+    thread, kind = told.get("thread_id"), told.get("request_kind")
+    whose = told.get(AGENT_HEADER) or (thread if thread != session else None) or told.get("x-openai-subagent")
+    lines = (whose, None if kind == "turn" else kind)
+    named = [one for one in lines if isinstance(one, str) and one and one.isprintable()]
+    return "/".join(filter(None, [session, *named]))[:MAX_SESSION_ID_CHARACTERS] or None
+
+
+AGENT_HEADER = "x-claude-code-agent-id"
+_TURN_METADATA = "x-codex-turn-metadata"
+_LINE_HEADERS = {"thread-id": "thread_id", "x-openai-subagent": "x-openai-subagent", AGENT_HEADER: AGENT_HEADER}
+
+
+def codex_metadata(body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    """What agents say of a request: in headers, in the field `client_metadata`, and in JSON in either."""
+    field, lowered = body.get("client_metadata"), {name.lower(): value for name, value in headers.items()}
+    told = dict(field) if isinstance(field, Mapping) else {}
+    texts = told.get(_TURN_METADATA), header_text(lowered.get(_TURN_METADATA, ""))
+    for text in texts:
+        told |= (read_object(text, allow_nan=True) if isinstance(text, str) and text else None) or {}
+    return told | {known: header_text(lowered[name]) for name, known in _LINE_HEADERS.items() if name in lowered}
+
+
 def _candidates(body: Mapping[str, Any], headers: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     yield "session_id", body.get("session_id")
     lowered = {name.lower(): value for name, value in headers.items()}

@@ -19,7 +19,7 @@ from cache.trie import TokenNode, TokenTrie
 from cache.types import TokenArray
 from models.errors import InvalidParameter, told_as
 from models.prompt.shapes import Outline, with_constant_header
-from server.api.sessions import resolve_session_id
+from server.api.sessions import resolve_line
 from server.app.config import StartError
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
 from server.diagnosis.compare import thoughts_apart
@@ -98,7 +98,8 @@ def _parse_line(line: str, place: str) -> Recorded:
     if "system" in body or "anthropic_version" in body:
         raise StartError(f"{place} is a body of the Messages API; only those of chat completions are read")
     with told_as(StartError, place, InvalidParameter):
-        session_id = resolve_session_id(outer, {}) or resolve_session_id(body, _headers(outer))
+        named = {**body, **{name: value for name, value in outer.items() if value is not None}}
+        session_id = resolve_line(named, _headers(outer))
     return Recorded(_prompt(outer, body, place), session_id, _time(outer, body), body, _reply(outer))
 
 

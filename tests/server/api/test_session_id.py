@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.errors import InvalidParameter
-from server.api.sessions import SESSION_HEADERS, resolve_session_id
+from server.api.sessions import SESSION_HEADERS, resolve_line, resolve_session_id
 
 UUID = "0b7d3f6e-5a0c-4d0e-9f5a-2f8f1c1d2e3f"
 
@@ -120,24 +120,59 @@ def test_the_longest_name_allowed_is_256_characters() -> None:
     assert resolve_session_id({"session_id": "x" * 256}, {}) == "x" * 256
 
 
+AGENT = {"X-Claude-Code-Session-Id": "s", "x-claude-code-agent-id": "a1", "x-claude-code-parent-agent-id": "a0"}
+CODEX = {"session-id": "s", "thread-id": "s"}
+
+
+def turn_metadata(**fields: str) -> dict[str, str]:
+    return {"x-codex-turn-metadata": json.dumps(fields)}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "name"),
+    [
+        ({}, AGENT, "s/a1"),
+        ({"session_id": "s"}, {"x-claude-code-agent-id": "a1"}, "s/a1"),
+        ({}, CODEX, "s"),
+        ({}, {**CODEX, **turn_metadata(request_kind="turn", thread_id="s")}, "s"),
+        ({}, {**CODEX, "thread-id": "child", "x-openai-subagent": "collab_spawn"}, "s/child"),
+        ({}, {**CODEX, "x-openai-subagent": "review"}, "s/review"),
+        ({}, {**CODEX, **turn_metadata(request_kind="compaction")}, "s/compaction"),
+        ({"client_metadata": turn_metadata(request_kind="title")}, CODEX, "s/title"),
+        (
+            {"client_metadata": {"thread_id": "child", **turn_metadata(request_kind="compaction")}},
+            CODEX,
+            "s/compaction",
+        ),
+        ({"client_metadata": {"thread_id": "child"}, "prompt_cache_key": "s"}, {}, "s/child"),
+        ({"client_metadata": {"x-codex-turn-metadata": "{"}}, {"thread-id": "t"}, "t"),
+        ({"client_metadata": {"request_kind": "a\x00"}}, CODEX, "s"),
+        ({"session_id": "x" * 250}, {"x-claude-code-agent-id": "y" * 250}, "x" * 250 + "/yyyyy"),
+    ],
+)
+def test_agents_requests_beside_the_session_are_lines_of_their_own(body: Any, headers: Any, name: str) -> None:
+    assert resolve_line(body, headers) == name
+
+
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=5,
 )
-FIELDS = ("session_id", "prompt_cache_key", "metadata", "previous_response_id", "conversation")
+FIELDS = ("session_id", "prompt_cache_key", "metadata", "previous_response_id", "conversation", "client_metadata")
+HEADERS = (*SESSION_HEADERS, "x-codex-turn-metadata", "x-claude-code-agent-id", "x-openai-subagent")
 
 
 @given(
     body=st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES),
-    headers=st.dictionaries(st.sampled_from(SESSION_HEADERS), st.text()),
+    headers=st.dictionaries(st.sampled_from(HEADERS), st.text()),
 )
 def test_whatever_is_sent_the_answer_is_a_usable_name_none_or_the_error(body: Any, headers: Any) -> None:
     try:
-        name = resolve_session_id(body, headers)
+        names = resolve_session_id(body, headers), resolve_line(body, headers)
     except InvalidParameter:
         return
-    assert name is None or (0 < len(name) <= 256 and name.isprintable())
+    assert all(name is None or (0 < len(name) <= 256 and name.isprintable()) for name in names)
 
 
 @pytest.mark.parametrize("name", ["wörk", "voilà", "日本", "🙂", "plain"])

@@ -88,3 +88,18 @@ def test_an_edited_copy_without_a_name_is_told_alike(tmp_path: Path) -> None:
 
 def test_turns_that_nobody_linked_stay_as_they_are() -> None:
     assert checkup_from("s", [LinkedTurn("a", None, ()), LinkedTurn("b", None, ())]).losses == ()
+
+
+def test_a_sub_agents_turns_are_not_added_to_those_of_its_session() -> None:
+    app = create_app(FakeEngine(), fake_model(context_tokens=20_000), ServerConfig())
+    client, messages = TestClient(app, client=("127.0.0.1", 1)), opening()
+    agent = [message("system", "You search files. " * 40), message("user", "Look for the price of pears. " * 9)]
+    for sent, line in ((messages, {}), (agent, {"x-claude-code-agent-id": "a1"}), (messages, {})):
+        headers = {"x-claude-code-session-id": "s", **line}
+        answer = client.post("/v1/chat/completions", json={"messages": sent}, headers=headers)
+        assert answer.headers["x-session-id"] == "s", "gateways keep a session's lines together"
+        messages = [*messages, answer.json()["choices"][0]["message"], message("user", "And then?")]
+    listed = {one["id"]: one["num_turns"] for one in client.get("/v1/sessions").json()["data"]}
+    assert listed == {"s": 2, "s/a1": 1}
+    found = checkup_of(client.get("/v1/sessions/s%2Fa1").json())
+    assert causes([found]) == set()
