@@ -118,7 +118,7 @@ class DecodeStep:
 
     rows: tuple[DecodeRow, ...]
     logits: mx.array | None
-    """`[num_samples, vocab_size]` until sampled from."""
+    """`[num_samples, vocab_size]`, with feeds until sampled from."""
     sampled: mx.array | None = None
     logprobs: _StepLogprobs | None = None
     on_error: Callable[[], None] = lambda: None
@@ -321,7 +321,7 @@ class Runner:
 
     def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
         """Samples a step's tokens, which `start` then computes; `masks` as in `BatchSampler.sample`."""
-        assert step.logits is not None, "a step samples once"
+        assert step.logits is not None and step.sampled is None, "a step samples once"
         states = [row.sampling for row in step.rows]
         with self._forgetting_on_error(step.rows):
             if step.feeds is not None:
@@ -332,7 +332,19 @@ class Runner:
             step.sampled = self._sampler.sample(step.logits, states, masks)
             if step.feeds is not None:
                 self._sampler.release()
-        step.logits = None
+                step.logits = None
+
+    def sample_again(
+        self, step: DecodeStep, row: DecodeRow, mask: MaskWords | None, *, prompt: TokenIds, generated: TokenIds
+    ) -> None:
+        """Draws the sample of a row in a step without feeds anew, behind `generated`; `start` then computes it."""
+        assert step.logits is not None and step.sampled is not None
+        place, sampler = step.rows.index(row), BatchSampler(self._vocab_size)
+        row.sampling = row.sampling.after(prompt, generated)
+        with self._forgetting_on_error(step.rows):
+            sampled = sampler.sample(step.logits[place : place + 1], [row.sampling], [mask])
+            step.sampled = mx.concatenate([step.sampled[:place], sampled, step.sampled[place + 1 :]])
+            sampler.release()
 
     def start(self, step: DecodeStep) -> None:
         """Makes the device compute a step's prepared part; does not wait."""

@@ -4,6 +4,7 @@ A JSON schema allows members besides `properties`, and a small model invents the
 schema silent about other members forbids them here.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -76,15 +77,27 @@ class CompiledGrammar(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Opener:
+    """What opens calls in an answer that is free text elsewhere."""
+
+    pattern: re.Pattern[str]
+    """Ends with a group: what the grammar of a call has already of it."""
+    token: int | None = None
+    """The one token with which the pattern can be complete, if it is one."""
+
+
 @dataclass(frozen=True, eq=False)
 class OutputGrammar:
-    """The constraint on one request's answer."""
+    """The constraint on one request's answer, or on each of its calls."""
 
     compiled: CompiledGrammar
     reasoning_start: int | None = None
     """Begins reasoning before the answer, if anything may."""
     begun: str = ""
     forces_calls: bool = False
+    opener: Opener | None = None
+    """Set if the grammar is that of a call, from behind the opener to the call's end."""
 
 
 _OPEN: Final = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}

@@ -1,7 +1,8 @@
 """Decode steps, double-buffered: a step is prepared before the tokens of the step before it are read.
 
 * *launch*: where the runner overlaps, a step starts before the previous one is read;
-* *sample*: a row bound to a grammar is sampled once the previous tokens are read, while the model is evaluated;
+* *sample*: a row bound to a grammar is sampled once the previous tokens are read, while the model is evaluated. A row
+  that they bind first, as the opener of a call does, is sampled a second time;
 * *record*: a token joins the lease's log once it is known, and before it is evaluated a second time;
 * *recover*: every row of a failed step loses its live state and is replayed from the trie, alone until a step
   succeeds. A row that fails alone is at fault and ends.
@@ -171,11 +172,21 @@ class DecodePipeline:
         launched = self._in_flight
         if launched is None:
             return
+        newly_bound = [one for one in launched.sequences if one.output.is_bound and one in self._table]
         if launched.waits:
             masks = [self._masks_along(one, []) if one in self._table else None for one in launched.sequences]
             self._runner.sample(launched.step, [found[0] if found is not None else None for found in masks])
-        if launched.waits or not self._runner.overlaps:
+        else:
+            for sequence in newly_bound:
+                self._sample_again(sequence, launched.step)
+        if launched.waits or newly_bound or not self._runner.overlaps:
             self._runner.start(launched.step)
+
+    def _sample_again(self, sequence: Sequence, step: "DecodeStep") -> None:
+        """The sample that a row drew before it was bound does not count."""
+        if masks := self._masks_along(sequence, []):
+            prompt, generated = sequence.request.tokens, sequence.output.tokens
+            self._runner.sample_again(step, sequence.row, masks[0], prompt=prompt, generated=generated)
 
     def _masks_along(self, sequence: Sequence, draft: list[int]) -> list[MaskWords | None] | None:
         """As of the output; None where a grammar cannot be followed, which ends the sequence."""

@@ -1,19 +1,24 @@
 """The output of one sequence: its tokens, their text, why it ended, and what binds the next token. Pure.
 
 A step may be prepared before the token of the last step is known. A bound speaks of what is behind all accepted
-tokens, or behind a draft too. A grammar binds the answer behind the reasoning; a limit on reasoning forces the tokens
-that close it.
+tokens, or behind a draft too. A grammar binds the answer behind the reasoning, or each call in it; a limit on
+reasoning forces the tokens that close it.
 """
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from models.errors import GrammarFailed
-from models.output.grammar import MaskWords, OutputGrammar, allows
+from models.output.grammar import MaskWords, Opener, OutputGrammar, allows
 from models.output.pieces import MarkerSearch, ReasoningWatch, TokenLogprob
 from models.output.tool_calls import CallWatch
 from server.engine.request import Delta, FinishReason, GenerationRequest, LoopRule
+
+logger = logging.getLogger(__name__)
 
 
 class TextDecoder(Protocol):
@@ -31,6 +36,9 @@ MakeDecoder = Callable[[], TextDecoder]
 
 class GrammarConstraint:
     """Says which tokens may come next."""
+
+    is_binding = True
+    """Earlier tokens decide which may come next, unless any may."""
 
     def __init__(self, grammar: OutputGrammar, reasoning: ReasoningWatch | None) -> None:
         self._matcher = grammar.compiled.begin()
@@ -59,6 +67,10 @@ class GrammarConstraint:
             if answer:
                 self._matcher.accept_text(answer)
 
+    def release(self) -> bool:
+        """Leaves what follows free, where that may be; returns whether."""
+        return False
+
     def mask(self) -> MaskWords:
         """Which tokens may come next; raises GrammarFailed."""
         if self.is_thinking:
@@ -71,6 +83,8 @@ class GrammarConstraint:
 
     def forced(self) -> Sequence[int]:
         """As of a matcher."""
+        if not self.is_binding:
+            return ()
         return () if self.is_thinking or self._reasoning_start is not None else self._matcher.forced()
 
     def masks_along(self, draft: Sequence[int]) -> list[MaskWords]:
@@ -94,6 +108,61 @@ class GrammarConstraint:
             except GrammarFailed:  # raised again if the output comes so far
                 break
         return masks
+
+
+_MAX_OPENER = 256
+"""Characters in which an opener is looked for, with white space."""
+
+
+class CallConstraint(GrammarConstraint):
+    """Binds each call of an answer from behind its opener to its end. A grammar that fails lets its call go free."""
+
+    def __init__(self, grammar: OutputGrammar, opener: Opener) -> None:
+        super().__init__(replace(grammar, begun=""), None)
+        self.is_binding = False
+        self._compiled, self._opener = grammar.compiled, opener
+        self._text = ""
+        """The end of the answer's text behind the last call."""
+        self._look(grammar.begun)
+
+    @property
+    def is_complete(self) -> bool:
+        """An answer may always go on."""
+        return False
+
+    def accept(self, token: int, answer: str) -> None:
+        """Takes the next token; `answer` is its text behind the reasoning, in which nothing is bound."""
+        if self.is_binding:
+            self._matcher.accept(token)
+            self.is_binding = not self._matcher.is_complete
+        else:
+            self._look(answer, token)
+
+    def release(self) -> bool:
+        """Leaves the rest of the call free."""
+        self.is_binding = False
+        return True
+
+    def _look(self, text: str, token: int | None = None) -> None:
+        self._text = (self._text + text)[-_MAX_OPENER:]
+        found = self._opener.pattern.search(self._text) if self._opener.token in (None, token) else None
+        if found is None:
+            return
+        self._text, self._matcher, self.is_binding = "", self._compiled.begin(), True
+        if begun := found[found.re.groups]:
+            self._matcher.accept_text(begun)
+            with suppress(GrammarFailed):
+                self._matcher.mask()
+                return
+            self.release()
+
+
+def _constraint_of(grammar: OutputGrammar | None, reasoning: ReasoningWatch | None) -> GrammarConstraint | None:
+    if grammar is None:
+        return None
+    return (
+        GrammarConstraint(grammar, reasoning) if grammar.opener is None else CallConstraint(grammar, grammar.opener)
+    )
 
 
 class LoopWatch:
@@ -145,7 +214,7 @@ class Output:
         """Tokens whose text is not emitted yet."""
         self._logprobs: list[TokenLogprob] = []
         self._reasoning = ReasoningWatch(request.thinking) if request.thinking is not None else None
-        self._grammar = GrammarConstraint(request.grammar, self._reasoning) if request.grammar is not None else None
+        self._grammar = _constraint_of(request.grammar, self._reasoning)
         self._calls = CallWatch(*request.single_call) if request.single_call is not None else None
         self._bounds = [bound for bound in (self._grammar, self._calls) if bound is not None]
 
@@ -161,7 +230,7 @@ class Output:
     @property
     def is_bound(self) -> bool:
         """Earlier tokens must be read before the next is sampled."""
-        return self._grammar is not None and self.reason is None
+        return self._grammar is not None and self._grammar.is_binding and self.reason is None
 
     def masks_along(self, draft: Sequence[int]) -> list[MaskWords | None]:
         """Which tokens may come next, and behind each of `draft`, up to one that may not come or ends the output.
@@ -169,15 +238,23 @@ class Output:
         None where any may. Behind an end nothing is sampled, but the end itself may be evaluated ahead. Raises
         GrammarFailed.
         """
-        if self._grammar is not None and self.reason is None:
-            return [*self._grammar.masks_along(draft)]
+        if self._grammar is not None and self.is_bound:
+            try:
+                return [*self._grammar.masks_along(draft)]
+            except GrammarFailed as error:
+                if not self._grammar.release():
+                    raise
+                logger.warning("request %s: the rest of a call is not bound: %s", self._request.request_id, error)
         num_tokens = next((place + 1 for place, token in enumerate(draft) if token in self._ends), len(draft))
         return [None] * (num_tokens + 1)
 
     @property
     def follows_grammar(self) -> bool:
-        """False in reasoning, and without a grammar. Masks looked up ahead hold while it stays the same."""
-        return self._grammar is not None and not self._grammar.is_thinking
+        """False in reasoning, where only calls are bound between them, and without a grammar.
+
+        Masks looked up ahead hold while it stays the same.
+        """
+        return self._grammar is not None and self._grammar.is_binding and not self._grammar.is_thinking
 
     def forced_token(self) -> int | None:
         """The token that replaces the next sample, if there is one."""

@@ -247,6 +247,23 @@ class FakeRunner(SharesNothing):
         bound = iter([token if words is None else _allowed(token, words) for token, words in pairs])
         step.sampled = [[next(bound) for _ in sampled] for sampled in step.sampled]
 
+    def sample_again(
+        self,
+        step: FakeStep,
+        row: FakeRow,
+        mask: MaskWords | None,
+        *,
+        prompt: TokenArray,
+        generated: Sequence[int],
+    ) -> None:
+        """Gives a row of a step that has sampled the next token that its mask allows."""
+        assert step.has_sampled and not step.is_long and not step.is_read
+        place = step.rows.index(row)
+        assert len(prompt) + len(generated) == len(tokens_in(row.caches)), "penalties know of another output"
+        row.position, row.emitted = len(generated) + 1, []
+        free = _samples(row, step.feeds[place])[0]
+        step.sampled[place], step.is_started = [free if mask is None else _allowed(free, mask)], False
+
     def start(self, step: FakeStep) -> None:
         """Makes a step readable."""
         if step.has_sampled:

@@ -14,7 +14,7 @@ from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.decode import MAX_KNOWN_TOKENS
 from server.engine.request import Event, Failed, Finished, FinishReason, StepFailed
 from server.engine.sequence import Sequence as EngineSequence
-from tests.server.engine.test_grammar import BOUND, bound_reference, sampled
+from tests.server.engine.test_grammar import BOUND, CALLS, bound_reference, sampled
 from tests.server.engine.test_preemption import Tight
 from tests.support import fake_model
 from tests.support.engine_driver import EXPECTED_TOKENS, Collected, Harness
@@ -85,6 +85,8 @@ ENDS: dict[str, dict[str, Any]] = {
     "grammar": {"grammar": BOUND},
     "end of a grammar": {"grammar": OutputGrammar(Circle(num_tokens=9))},
     "grammar behind reasoning": {"grammar": BOUND, "thinking": CLOSED},
+    "calls": {"grammar": CALLS},
+    "calls behind reasoning": {"grammar": CALLS, "thinking": CLOSED},
     "end of a grammar behind reasoning": {"grammar": OutputGrammar(Circle(num_tokens=9)), "thinking": CLOSED},
 }
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from models.inference.grammar import GrammarCompiler, _LlguidanceMatcher
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import load
-from models.output.grammar import Grammar, GrammarKind, OutputGrammar
+from models.output.grammar import Grammar, GrammarKind, Opener, OutputGrammar, allows
 from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.request import DraftSource, Failed, Finished
 from server.engine.speculation import Drafting, Speculation
@@ -160,6 +161,28 @@ def test_thoughts_at_their_limit_are_closed_in_fewer_steps_and_change_no_token(n
         assert speculation.forced[1] >= 0.9 * speculation.forced[0] > 0
         assert any(START in output[:1] for output in plain) or thinking.is_open or num_rows == 1
         assert num_steps < 0.8 * num_plain
+
+
+@pytest.mark.parametrize("name", ["llama", "demo"])
+def test_calls_are_bound_alike_whether_steps_overlap_and_with_drafts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sample drawn before a row was bound is drawn again: of its own key, behind its own penalties."""
+    opener = Opener(re.compile(r"\b\d*[015] ()"))
+    grammar, speculation, found = replace(bound(name, "regex", None), opener=opener), Priced(), list[Any]()
+    for overlaps in (True, False):
+        monkeypatch.setattr(fake_runner, "OVERLAPS", overlaps)
+        found += [answers(name, drafts, 4, grammar=grammar, ignore_eos=True) for drafts in (None, speculation)]
+    assert all(tokens == found[0][0] for tokens, _ in found)
+    assert found[1][1] < found[0][1] and speculation.forced[0] == speculation.forced[1] > 0
+    compiled = grammar.compiled
+    for tokens in found[0][0]:
+        matcher = compiled.begin()
+        for token in tokens[next((at + 1 for at, token in enumerate(tokens) if token % 10 in (0, 1, 5)), 90) :]:
+            assert allows(matcher.mask(), token)
+            matcher.accept(token)
+            if matcher.is_complete:
+                break
 
 
 def test_tokens_that_close_a_thought_share_a_step_where_no_grammar_binds_the_answer() -> None:

@@ -1,10 +1,13 @@
 """Bound rows in the engine: each token is sampled among those that its grammar allows after all before it."""
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from models.output.grammar import OutputGrammar
+from models.inference.sampling_params import SamplingParams
+from models.output.grammar import Opener, OutputGrammar
 from models.output.pieces import ReasoningFormat, Thinking
 from server.api.errors import as_api_error
 from server.engine.request import AnswerUnbound, Failed, FinishReason
@@ -158,3 +161,125 @@ def test_bound_rows_that_waited_for_memory_go_on_where_they_were() -> None:
     assert harness.worker.stats().num_preempted > 0
     for seed, sink in enumerate(sinks):
         assert sink.tokens == bound_reference(prompt_of(seed, 20), 120)
+
+
+OPENERS = [11, 23, 37, 41]
+CALLS = OutputGrammar(Circle(num_tokens=4), opener=Opener(re.compile(rf"\b(?:{'|'.join(map(str, OPENERS))}) ()")))
+
+
+def calls_reference(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What the fake model says with the four tokens behind each opener bound."""
+    output: list[int] = []
+    bound: list[int] | None = None
+    while len(output) < num_tokens:
+        held = [*prompt, *output]
+        output.append(next_token(held) if bound is None else sampled(held, allowed_after(bound)))
+        if bound is not None:
+            bound = None if len(bound) == 3 else [*bound, output[-1]]
+        elif output[-1] in OPENERS:
+            bound = []
+    return output
+
+
+def test_calls_are_bound_from_the_opener_to_their_end_and_nothing_else_is() -> None:
+    harness, num_calls = Harness(), 0
+    prompts = [prompt_of(seed, 20) for seed in range(30)]
+    for number in range(0, 30, 3):
+        group = prompts[number : number + 3]
+        sinks = [
+            harness.submit(prompt, max_tokens=60, ignore_eos=True, grammar=None if n == 2 else CALLS)
+            for n, prompt in enumerate(group)
+        ]
+        harness.run()
+        for n, (prompt, sink) in enumerate(zip(group, sinks, strict=True)):
+            free = reference(prompt, 60, ignore_eos=True)
+            assert sink.tokens == (free if n == 2 else calls_reference(prompt, 60))
+            num_calls += n != 2 and sink.tokens != free
+    assert num_calls > 10
+
+
+def test_a_row_holds_up_the_pipeline_only_while_a_call_is_open() -> None:
+    waits = list[bool]()
+
+    class Runner(FakeRunner):
+        def prepare(self, *given: Any, **told: Any) -> Any:
+            waits.append(not told["samples"])
+            return super().prepare(*given, **told)
+
+    harness, prompt = Harness(runner=Runner("T")), prompt_of(3, 20)
+    sink = harness.submit(prompt, max_tokens=60, ignore_eos=True, grammar=CALLS)
+    harness.run()
+    assert sink.tokens == calls_reference(prompt, 60)
+    assert 0 < sum(waits) <= 4 * sum(token in OPENERS for token in sink.tokens) < 30
+
+
+def test_the_token_of_an_opener_opens_a_call_and_its_text_does_not() -> None:
+    harness, prompt = Harness(), prompt_of(1, 20)
+    free = reference(prompt, 40, ignore_eos=True)
+    by_token = OutputGrammar(Circle(num_tokens=4), opener=Opener(re.compile(rf"{free[5]} ()"), token=free[5]))
+    by_other = OutputGrammar(Circle(num_tokens=4), opener=Opener(re.compile(rf"{free[5]} ()"), token=VOCABULARY))
+    bound = harness.submit(prompt, max_tokens=40, ignore_eos=True, grammar=by_token)
+    other = harness.submit(prompt, max_tokens=40, ignore_eos=True, grammar=by_other)
+    harness.run()
+    assert other.tokens == free
+    assert bound.tokens[:6] == free[:6] and bound.tokens[6] in allowed_after([])
+
+
+def test_nothing_binds_in_a_thought() -> None:
+    harness = Harness()
+    for seed in range(20):
+        prompt = prompt_of(seed, 20)
+        thinking = Thinking(NUMBERED, is_open=True, max_tokens=30)
+        sink = harness.submit(prompt, max_tokens=60, ignore_eos=True, grammar=CALLS, thinking=thinking)
+        harness.run()
+        free = reference(prompt, 30, ignore_eos=True)
+        thought = free[: free.index(12)] if 12 in free else free
+        assert sink.tokens[: len(thought) + 1] == [*thought, 12]
+        assert sink.tokens == [*thought, 12, *calls_reference([*prompt, *thought, 12], 60 - len(thought) - 1)]
+
+
+def test_a_call_whose_grammar_fails_goes_on_free_and_ends_nothing() -> None:
+    harness, prompt = Harness(), prompt_of(3, 20)
+    failing = OutputGrammar(Circle(num_tokens=4, fails_after=0), opener=CALLS.opener)
+    sink = harness.submit(prompt, max_tokens=60, ignore_eos=True, grammar=failing)
+    harness.run()
+    assert sink.tokens == reference(prompt, 60, ignore_eos=True) != calls_reference(prompt, 60)
+
+
+@pytest.mark.parametrize("part", ["prepare", "start", "read", "again"])
+@pytest.mark.parametrize("failing", [1, 3, 8, 13])
+def test_a_failed_step_costs_no_row_with_calls_a_token(part: str, failing: int) -> None:
+    class Runner(FakeRunner):
+        num_samples = 0
+
+        def sample_again(self, *given: object, **told: object) -> None:
+            self.num_samples += 1
+            if part == "again" and self.num_samples == failing:
+                raise RuntimeError("the fake model failed at sample_again")
+            super().sample_again(*given, **told)  # type: ignore[arg-type]
+
+    steps = iter(range(1, 1000))
+    fault = (
+        (lambda kind, rows: None)
+        if part == "again"
+        else lambda kind, rows: part if kind == "decode" and next(steps) == failing else None
+    )
+    harness, prompts = Harness(runner=Runner("T", fault=fault)), [prompt_of(seed, 20) for seed in (1, 2, 3)]
+    sinks = [harness.submit(prompt, max_tokens=50, ignore_eos=True, grammar=CALLS) for prompt in prompts]
+    harness.run()
+    for prompt, sink in zip(prompts, sinks, strict=True):
+        assert sink.tokens == calls_reference(prompt, len(sink.tokens))
+        assert isinstance(sink.last, Failed) or len(sink.tokens) == 50
+
+
+def test_rows_with_calls_that_waited_for_memory_go_on_where_they_were() -> None:
+    harness = Tight(300, num_slots=8)
+    sampling = SamplingParams(min_tokens=120)
+    sinks = [
+        harness.submit(prompt_of(seed, 20), max_tokens=120, ignore_eos=True, sampling=sampling, grammar=CALLS)
+        for seed in range(8)
+    ]
+    harness.run(limit=20_000)
+    assert harness.worker.stats().num_preempted > 0
+    for seed, sink in enumerate(sinks):
+        assert sink.tokens == calls_reference(prompt_of(seed, 20), 120)
