@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from textwrap import dedent
 from types import MappingProxyType
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from server.api.errors import ApiError, Code, wrong
 
@@ -71,12 +71,63 @@ class BodyModel(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
 
+_TEXT_PARTS: Final = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+_NO_TEXT_PARTS: Final = (
+    "image_url",
+    "input_image",
+    "image",
+    "input_audio",
+    "audio",
+    "video",
+    "document",
+    "input_file",
+)
+
+
+def part_text(part: Any) -> str | None:
+    """The text that a part of a content holds, in any API's words; None if it is no part, or holds none."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in (*_TEXT_PARTS, "refusal", "thinking"):
+        return None
+    held = part.get("text" if kind in _TEXT_PARTS else kind)
+    if kind == "thinking" and isinstance(held, list):  # Mistral's
+        texts = list(map(part_text, held))
+        return None if None in texts else "".join(filter(None, texts))
+    return held if isinstance(held, str) else None
+
+
+def tool_result(value: Any) -> Any:
+    """A tool's result as a text or parts: the JSON text of what is neither."""
+    if value is None or isinstance(value, str):
+        return value
+    parts = value if isinstance(value, list) else [value]
+    is_content = all(part_text(part) is not None or _is_no_text(part) for part in parts)
+    return parts if is_content else json.dumps(value, ensure_ascii=False)
+
+
+def _is_no_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _NO_TEXT_PARTS
+
+
 def as_whole(value: Any) -> Any:
     """16 for 16.0: some languages have only one number type."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Whole = Annotated[int, BeforeValidator(as_whole)]
+
+
+class FormatBody(BodyModel):
+    """A format of an answer. Its schema stands beside the type, in `json_schema`, or is that."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_flat(cls, value: Any) -> Any:
+        held = value.get("json_schema") if isinstance(value, dict) else None
+        if not isinstance(held, dict):
+            return value
+        is_schema = bool(held.keys() - {"name", "description", "schema", "strict"})
+        return {**({"schema": held} if is_schema else held), **value}
 
 
 def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Mapping[str, Rule] = MappingProxyType({})) -> Body:

@@ -13,7 +13,7 @@ from models.prompt.tool_definitions import Tool, ToolDefinitions
 from server.api import params
 from server.api.anthropic.content import reasoning_of
 from server.api.anthropic.tool_search import SEARCH_TOOLS, VERSION
-from server.api.bodies import BodyModel, Rules, Whole, refused
+from server.api.bodies import BodyModel, FormatBody, Rules, Whole, part_text, refused, tool_result
 from server.api.conversation import Conversation, ThinkingWish, check_continuable
 from server.api.dialect import ApiContext
 from server.api.errors import wrong
@@ -77,7 +77,7 @@ def _known(value: Any, info: ValidationInfo) -> Any:
         raise ValueError("this model takes no images and no documents, only text")
     if kind == "server_tool_use" or kind.endswith("_tool_result"):
         raise ValueError(f"{kind[:100]} is of a tool that runs on Anthropic's servers, and here there is none")
-    text = _text_of(value)
+    text = part_text(value) or _text_of(value)
     if text is None:
         raise ValueError(f"{kind[:100]} is no block that is known here")
     return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
@@ -90,6 +90,13 @@ def _text_of(block: dict[str, Any]) -> str | None:
     parts = [_text_of(part) if isinstance(part, dict) else None for part in held] if isinstance(held, list) else []
     texts = [part for part in parts if part is not None]
     return "\n".join(texts) if texts and len(texts) == len(parts) else None
+
+
+def _as_result(value: Any) -> Any:
+    """A result as blocks; what is neither a text nor blocks as its JSON text."""
+    blocks = value if isinstance(value, list) else [None]
+    is_typed = all(isinstance(one, dict) and isinstance(one.get("type"), str) for one in blocks)
+    return value if is_typed else _as_blocks(tool_result(value))
 
 
 class ToolReferenceBlock(MarkedBody):
@@ -110,7 +117,7 @@ class ToolResultBlock(MarkedBody):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[ResultContent] | None, BeforeValidator(_as_blocks)] = None
+    content: Annotated[list[ResultContent] | None, BeforeValidator(_as_result)] = None
     is_error: bool | None = None
 
 
@@ -243,7 +250,7 @@ class ThinkingOption(BodyModel):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class JsonFormat(BodyModel):
+class JsonFormat(FormatBody):
     """What the answer is bound to."""
 
     type: Literal["json_schema"]

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, NotRequired, TypeAlias, TypeVar
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -23,7 +23,7 @@ from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from models.texts import well_formed_json
-from server.api import params
+from server.api import bodies, params
 from server.api.answer import Answer, Exchange, OutputEvent, Question, Run
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refuse_fields, refused
 from server.api.call import generate, planned
@@ -157,6 +157,7 @@ IN_MESSAGE: Rules = refused("no model here takes images, only text: images=[]")
 IN_BOTH: Rules = refused("""
     answers hold text, without data on single tokens: logprobs=false top_logprobs=0
     a prompt is only shown with an answer to it: _debug_render_only=false
+    its name here is tools: functions=[] function_call="none"
 """)
 
 IN_GENERATE: Rules = (
@@ -371,11 +372,18 @@ class CallEntry(BodyModel, extra="ignore"):
     function: CalledFunction
 
 
+def _content(value: Any, info: ValidationInfo) -> Any:
+    """A tool's result in any form as one text."""
+    told = bodies.tool_result(value) if info.data.get("role") == "tool" else None
+    texts = [bodies.part_text(part) for part in told] if isinstance(told, list) else [told]
+    return value if None in texts else "\n".join(filter(None, texts))
+
+
 class OllamaMessage(BodyModel):
     """One message of the conversation, or of an answer."""
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | None = None
+    content: Annotated[str | None, BeforeValidator(_content)] = None
     thinking: str | None = Field(default=None, serialization_alias="reasoning_content")
     tool_calls: list[CallEntry] | None = None
     tool_name: str | None = Field(default=None, serialization_alias="name")

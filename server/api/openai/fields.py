@@ -34,7 +34,6 @@ IN_BOTH: Rules = refused("""
 IN_CHAT: Rules = IN_BOTH | refused("""
     what the model thinks is returned apart from what it says: include_reasoning=true separate_reasoning=true
         stream_reasoning=true reasoning_format="auto"|"deepseek"|"parsed"
-    its newer names are tools and tool_choice: functions=[] function_call="none"
     prompts and answers are text only: audio modalities=["text"]
     messages become the prompt by the model's own template, which ends with the beginning of an answer: prompt
         add_special_tokens=false chat_template="" documents=[]

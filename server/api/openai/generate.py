@@ -31,17 +31,7 @@ from server.api.params import ForcedCalls, Incoming, ask, check_token_ids, quest
 from server.api.record import AnswerCosts, CostsAtEnd, PromptProgress, costs_of, progress_of
 from server.api.wire import Payload, sse_event
 from server.app.config import ServerConfig
-from server.engine.request import (
-    LOOP_GUARD,
-    Delta,
-    Failed,
-    Finished,
-    FinishReason,
-    Priority,
-    Progress,
-    Started,
-    TokenArray,
-)
+from server.engine.request import LOOP_GUARD, Delta, Failed, Finished, FinishReason, Priority, TokenArray
 from server.pool.served import ServedModel
 
 MAX_EXPLICIT_POINTS = 16
@@ -143,6 +133,8 @@ class _ChoiceExchange(Exchange):
     """What the stream's first chunk adds, if it comes before any output."""
     others: "Sequence[_ChoiceExchange]" = ()
     """Set by who makes the first choice."""
+    calls_reason = "tool_calls"
+    """The `finish_reason` of an answer that ends with calls."""
 
     def __init__(self, body: types.GenerationBody, question: Question) -> None:
         super().__init__(question)
@@ -219,7 +211,7 @@ class _ChoiceExchange(Exchange):
                 if end is not None:
                     yield sse_event(end)
                 end = self.chunk(answer, index, choice.nothing, event)
-            elif isinstance(event, Started | Progress):
+            elif not isinstance(event, Piece):
                 if self.tells_progress:
                     told = {"prompt_progress": progress_of(answer.runs[index])}
                     yield sse_event({**self.chunk(answer, index, choice.nothing), **told})
@@ -238,7 +230,7 @@ class _ChoiceExchange(Exchange):
             choice = self.choices[index]
             if isinstance(event, Finished | Failed):
                 ended[index] = choice._entry(index, choice._whole(event), event)
-            elif not isinstance(event, Started | Progress):
+            elif isinstance(event, Piece):
                 choice._take(event)
         return {
             **self._head,
@@ -276,7 +268,7 @@ class _ChoiceExchange(Exchange):
             return reason, {"stop_reason": "repetition_detected", "matched_stop": None}
         is_calls = self.parser.made_calls and end.reason is FinishReason.STOP
         told = {"stop_reason": asked if text is None else text, "matched_stop": token if text is None else text}
-        return "tool_calls" if is_calls else end.reason.value, told
+        return self.calls_reason if is_calls else end.reason.value, told
 
 
 def _counts(num_prompt: int, num_cached: int, num_predicted: int) -> Usage:
@@ -337,6 +329,8 @@ class MessageBody(TypedDict):
     reasoning: NotRequired[str]
     """Same as `reasoning_content`."""
     tool_calls: NotRequired[list[ToolCallBody]]
+    function_call: NotRequired[dict[Literal["name", "arguments"], str]]
+    """To a request with `functions`, in place of `tool_calls`."""
 
 
 class ChunkChoice(ChoiceEnd):
@@ -391,7 +385,7 @@ def read_conversation(
     continues = body.continues()
     if continues:
         check_continuable(model)
-    shows = shows_tools(model, body.tools, forbids_calls=body.forbids_calls)
+    shows = shows_tools(model, body.tools or body.functions, forbids_calls=body.forbids_calls)
     for index, message in enumerate(body.messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     marked = (one.cache_control is not None for said in body.messages for one in (said, *(said.content or ())))
@@ -401,7 +395,7 @@ def read_conversation(
     check_template_arguments(arguments, "chat_template_kwargs")
     return Conversation(
         model.renderer,
-        tools=list(incoming.fields["tools"]) if shows else [],
+        tools=types.offered_tools(incoming.fields) if shows else [],
         forbids_calls=body.forbids_calls,
         messages=list(map(types.template_message, body.messages)),
         template_arguments={**arguments, **body.thinking_wish().template_arguments()},
@@ -432,6 +426,8 @@ class ChatExchange(_ChoiceExchange):
     def __init__(self, body: types.ChatBody, question: Question) -> None:
         super().__init__(body, question)
         self.opening = {"role": "assistant", "content": "", "refusal": None}
+        if body.functions:
+            self.calls_reason = "function_call"
         self._said = ""
         self._reasoning = ""
         self._calls: list[ToolCallBody] = []
@@ -470,12 +466,18 @@ class ChatExchange(_ChoiceExchange):
                 call: ToolCallBody = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
                 self._calls.append(call)
                 self._num_streamed += 1
-                return {"tool_calls": [{"index": self._num_streamed - 1, **call}]}
+                return self._part_of_call({**call})
             case pieces.ToolArguments(text):
                 self._calls[-1]["function"]["arguments"] += text
-                return {"tool_calls": [{"index": self._num_streamed - 1, "function": {"arguments": text}}]}
+                return self._part_of_call({"function": {"arguments": text}})
             case pieces.ToolCallEnded() | pieces.ToolCallCut():
                 return None
+
+    def _part_of_call(self, part: Payload) -> Payload | None:
+        """What a stream tells of a call; nothing of a second one in the older form."""
+        if self.calls_reason == "tool_calls":
+            return {"tool_calls": [{"index": self._num_streamed - 1, **part}]}
+        return {"function_call": part["function"]} if len(self._calls) == 1 else None
 
     @property
     def _message(self) -> MessageBody:
@@ -483,8 +485,10 @@ class ChatExchange(_ChoiceExchange):
         message: MessageBody = {"role": "assistant", "content": content, "refusal": None}
         if self._reasoning:
             message["reasoning_content"] = message["reasoning"] = self._reasoning
-        if self._calls:
+        if self._calls and self.calls_reason == "tool_calls":
             message["tool_calls"] = self._calls
+        elif self._calls:
+            message["function_call"] = self._calls[0]["function"]
         return message
 
 

@@ -10,7 +10,7 @@ from server.api.bodies import parse_body, validated
 from server.api.conversation import Conversation
 from server.api.errors import ApiError, explain
 from server.api.openai.fields import IN_CHAT
-from server.api.openai.types import ChatBody, ChatMessage, template_message
+from server.api.openai.types import ChatBody, ChatMessage, offered_tools, template_message
 from server.diagnosis.account import EvaluatedTurn, Rendered
 from server.diagnosis.prompt import part_of
 from server.doctor.recorded import Reader, Recorded
@@ -51,7 +51,7 @@ class ModelReader(Reader):
 
     def _conversation(self, fields: Mapping[str, Any], namespace: str) -> Conversation:
         body = parse_body(ChatBody, fields, IN_CHAT)
-        messages, tools = list(map(template_message, body.messages)), fields.get("tools") or ()
+        messages, tools = list(map(template_message, body.messages)), offered_tools(fields)
         if self._orders is not None:
             messages, tools = with_constant_headers(messages), self._orders.settle(namespace, tools)
         arguments = {**(body.chat_template_kwargs or {}), **body.thinking_wish().template_arguments()}

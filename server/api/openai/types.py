@@ -4,7 +4,7 @@ All fields that the endpoints share are optional, and null means absent.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -17,7 +17,7 @@ from models.output.grammar import Grammar, GrammarKind
 from models.prompt.shapes import Message
 from models.texts import read_object
 from server.api import params
-from server.api.bodies import BodyModel, Whole, as_whole
+from server.api.bodies import BodyModel, FormatBody, Whole, as_whole, part_text, tool_result
 from server.api.conversation import ThinkingWish
 from server.api.errors import Code, wrong
 from server.api.params import AnswerGrammar, ForcedCalls
@@ -55,31 +55,22 @@ def format_grammar(param: str, kind: str, schema: Any, strict: bool | None = Non
     return AnswerGrammar(f"{param}.schema", params.json_grammar(schema or {}, is_strict=strict is True))
 
 
-class SchemaFormat(BodyModel):
-    """`json_schema` of a `response_format`."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-    """True: an unknown keyword is an error; else it binds nothing."""
-
-
-class ResponseFormat(BodyModel):
+class ResponseFormat(FormatBody):
     """`response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: SchemaFormat | None = None
     schema_: Annotated[Schema, Field(alias="schema")] = None
-    """With `json_object`, as in llama.cpp."""
+    """With `json_object` too, as in llama.cpp."""
+    strict: bool | None = None
+    """True: an unknown keyword is an error; else it binds nothing."""
 
     def answer_grammar(self) -> AnswerGrammar | None:
         """The grammar; raises ApiError without the schema that the type needs."""
         if self.type != "json_schema":
             return format_grammar("response_format", self.type, self.schema_)
-        if (held := self.json_schema) is None:
+        if self.schema_ is None:
             raise wrong("response_format.json_schema", "Field required with this type", Code.MISSING_PARAMETER)
-        return format_grammar("response_format.json_schema", self.type, held.schema_, held.strict)
+        return format_grammar("response_format.json_schema", self.type, self.schema_, self.strict)
 
 
 class StructuredOutputs(BodyModel):
@@ -269,19 +260,27 @@ class GenerationBody(BoundBody, params.SampledBody, SharedBody):
         return min(limits, default=None if self.options is None else self.options.num_predict)
 
 
+_OF_TOOLS = ("tool", "function")
+
+
 def _as_parts(value: Any, info: ValidationInfo) -> Any:
-    """A text, or an assistant's refusal, as a part; null only from the assistant, and from a tool."""
+    """The content as parts; null only from the assistant, and from a tool."""
     role = info.data.get("role", "assistant")
-    if value is None and role not in ("assistant", "tool"):
+    if value is None and role not in ("assistant", *_OF_TOOLS):
         raise PydanticCustomError("missing", "Field required in a message of this role")
+    value = tool_result(value) if role in _OF_TOOLS else value
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
-    return [_refusal_as_text(part) for part in value] if isinstance(value, list) and role == "assistant" else value
+    return [_as_text(part, role) for part in value] if isinstance(value, list) else value
 
 
-def _refusal_as_text(part: Any) -> Any:
-    is_refusal = isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
-    return {**part, "type": "text", "text": part["refusal"]} if is_refusal else part
+def _as_text(part: Any, role: str) -> Any:
+    """A part of another API, or the assistant's refusal, as a text; the assistant's thought as it is."""
+    text = part_text(part)
+    if text is None or (part["type"] == "refusal" and role != "assistant"):
+        return part
+    kind = "thinking" if part["type"] == "thinking" and role == "assistant" else "text"
+    return {**part, "type": kind, "text": text}
 
 
 def _no_image(kind: Any) -> Any:
@@ -312,20 +311,20 @@ class CallingBody(BodyModel):
         return {"is_single_call": is_single}
 
 
-def tool_choice_reader(kinds: Collection[str], *, is_nested: bool) -> BeforeValidator:
+def tool_choice_reader(*kinds: str | None) -> BeforeValidator:
     """Reads a mode; or a tool of `kinds`, or several of `allowed_tools`, as calls that are forced.
 
-    `is_nested`: functions and lists of tools are in a field of their own.
+    A name may stand beside the type or in a field of its own, as the two APIs have it.
     """
 
     def inner(value: Any, field: str) -> dict[str, Any]:
-        held = value.get(field) if is_nested and isinstance(value, dict) else value
+        held = value.get(field, value) if isinstance(value, dict) else value
         return held if isinstance(held, dict) else {}
 
     def read(value: Any) -> Any:
         if value in (None, "auto", "none"):
             return value
-        if value == "required":
+        if value in ("required", "any"):
             return ForcedCalls()
         kind = value.get("type") if isinstance(value, dict) else None
         tools: Any = [value] if kind in kinds else None
@@ -353,7 +352,7 @@ def _arguments(value: Any) -> Any:
 class ContentPart(BodyModel):
     """A part of a message's content."""
 
-    type: Annotated[Literal["text"], BeforeValidator(_no_image)]
+    type: Annotated[Literal["text", "thinking"], BeforeValidator(_no_image)]
     text: str
     cache_control: dict[str, Any] | None = None
     """Any object makes the prompt restorable behind this."""
@@ -364,6 +363,12 @@ class FunctionCall(BodyModel):
 
     name: str
     arguments: Annotated[Any, BeforeValidator(_arguments)] = Field(default=None, validate_default=True)
+
+
+def _named_call(value: Any) -> Any:
+    if value is None or (isinstance(value, dict) and isinstance(value.get("name"), str)):
+        return value
+    raise PydanticCustomError("function_call", "Input should be an object with name and arguments")
 
 
 class ToolCallEntry(BodyModel):
@@ -380,7 +385,7 @@ _TakesText = BeforeValidator(_as_parts, json_schema_input_type=str | list[Conten
 class ChatMessage(BodyModel):
     """One message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[list[ContentPart] | None, _TakesText, Field(validate_default=True)] = None
     name: str | None = None
     tool_calls: list[ToolCallEntry] | None = None
@@ -393,7 +398,14 @@ class ChatMessage(BodyModel):
     """On the last message: the answer continues it."""
     cache_control: dict[str, Any] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: Annotated[FunctionCall | None, BeforeValidator(_named_call)] = None
+    """An older form of `tool_calls`, of one call."""
+
+    @property
+    def calls(self) -> list[ToolCallEntry]:
+        """The calls in either form."""
+        older = self.function_call
+        return self.tool_calls or ([] if older is None else [ToolCallEntry(type="function", function=older)])
 
 
 class NamedTool(BodyModel):
@@ -446,12 +458,22 @@ class Prediction(BodyModel):
     content: Annotated[list[ContentPart], _TakesText]
 
 
+def offered_tools(fields: Mapping[str, Any]) -> list[Any]:
+    """The tools of an unchecked body, in their newer form."""
+    return list(
+        fields.get("tools") or [{"type": "function", "function": one} for one in fields.get("functions") or ()]
+    )
+
+
 class ChatBody(GenerationBody, CallingBody):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[ToolSpec] | None = None
-    tool_choice: Annotated[Any, tool_choice_reader(["function"], is_nested=True)] = None
+    tool_choice: Annotated[Any, tool_choice_reader("function")] = None
+    functions: list[FunctionSpec] | None = None
+    """An older form of `tools`: the answer has one call at most, as `function_call`."""
+    function_call: Annotated[Any, tool_choice_reader("function", None)] = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     """The opposite of `continue_final_message`."""
@@ -472,6 +494,15 @@ class ChatBody(GenerationBody, CallingBody):
     prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _in_newer_form(self) -> "ChatBody":
+        if self.functions and self.tools:
+            raise wrong("functions", "it is the older form of tools, which are given too; send one of them")
+        if self.function_call not in (None, "none") and not self.functions:
+            raise wrong("function_call", "it goes with functions; beside tools send tool_choice")
+        newer = {"tool_choice": self.function_call, "parallel_tool_calls": False}
+        return self.model_copy(update=newer) if self.functions else self
 
     def num_top_logprobs(self) -> int | None:
         """Raises ApiError without `logprobs`."""
@@ -506,21 +537,24 @@ class ChatBody(GenerationBody, CallingBody):
             raise wrong("add_generation_prompt", "a message is either continued or answered")
         if last.role != "assistant":
             raise wrong("continue_final_message", "the last message is not the assistant's")
-        if last.tool_calls:
+        if last.calls:
             raise wrong("messages", "the last message holds tool_calls, and cannot be continued")
         return True
 
 
 def template_message(message: ChatMessage) -> Message:
     """A message for chat templates."""
-    # Templates know no developer role; it is the new name of system.
-    role = "system" if message.role == "developer" else message.role
-    fields = message.model_dump(
-        include={"name", "tool_calls", "tool_call_id", "reasoning_content", "cache_control"}, exclude_none=True
-    )
-    if message.reasoning_content is None and message.reasoning is not None:
-        fields["reasoning_content"] = message.reasoning
-    parts = [part.model_dump(include={"text", "cache_control"}) for part in message.content or ()]
+    # Templates know no developer role, the new name of system, and no function, the old one of tool.
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    fields = message.model_dump(include={"name", "tool_call_id", "cache_control"}, exclude_none=True)
+    if message.calls:
+        fields["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.calls]
+    content = message.content or ()
+    thoughts = [part.text for part in content if part.type == "thinking"]
+    reasoning = (message.reasoning_content, message.reasoning, "\n".join(thoughts) if thoughts else None)
+    if told := [text for text in reasoning if text is not None]:
+        fields["reasoning_content"] = told[0]
+    parts = [part.model_dump(include={"text", "cache_control"}) for part in content if part.type == "text"]
     if message.content is None and message.refusal:
         parts = [{"text": message.refusal}]
     return {"role": role, "content": parts, **fields}

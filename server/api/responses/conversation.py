@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from models.prompt.shapes import Message
+from server.api import bodies
 from server.api.bodies import Body, BodyModel, Rules, Whole, parse_body, refused, validated
 from server.api.conversation import Conversation, ThinkingWish, can_continue
 from server.api.dialect import ApiContext
@@ -39,7 +40,7 @@ def _conversation(value: Any) -> Any:
     return value.get("id") if isinstance(value, dict) else value
 
 
-class TextFormat(BodyModel):
+class TextFormat(bodies.FormatBody):
     """`text.format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -77,22 +78,33 @@ class InputBody(types.CallingBody):
     previous_response_id: str | None = None
     conversation: Annotated[str | None, BeforeValidator(_conversation)] = None
     tools: list[Any] | None = None
-    tool_choice: Annotated[Any, types.tool_choice_reader(["function", "custom"], is_nested=False)] = None
+    tool_choice: Annotated[Any, types.tool_choice_reader("function", "custom")] = None
     reasoning: ReasoningWish | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
 
+_Limit = Annotated[Whole, Field(ge=1)] | None
+
+
 class ResponsesBody(InputBody, types.SharedBody):
     """Body of `POST /v1/responses`."""
 
-    max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_output_tokens: _Limit = None
+    max_completion_tokens: _Limit = None
+    max_tokens: _Limit = None
+    """Other names of `max_output_tokens`; the smallest counts."""
     include: list[str] | None = None
     """`reasoning.encrypted_content`: reasoning in the form in which clients send it back."""
     metadata: Metadata | None = None
     max_tool_calls: Whole | None = None
     background: bool | None = None
     """The response outlives its client."""
+
+    def limit(self) -> int | None:
+        """The most tokens, if the request says."""
+        given = (self.max_output_tokens, self.max_completion_tokens, self.max_tokens)
+        return min((limit for limit in given if limit is not None), default=None)
 
     def answer_grammar(self) -> AnswerGrammar | None:
         """The answer's grammar."""
@@ -210,12 +222,12 @@ def _input_schema(wanted: _InputFormat | None) -> dict[str, Any]:
 IN_INPUT: Rules = refused("""
     prompts are not kept here; send instructions and input: prompt
     its name here is input: messages=[]
+    its newer names are tools and tool_choice: functions=[] function_call="none"
 """)
 
 IN_RESPONSES: Rules = IN_INPUT | refused("""
     nothing is looked up or judged on the side: moderation
     answers hold text, without data on single tokens: top_logprobs=0
-    its name here is max_output_tokens: max_tokens max_completion_tokens
     its name here is text.format: response_format
     its name here is reasoning.effort: reasoning_effort
     this API samples by temperature, top_p and seed only; /v1/chat/completions has more: top_k=0|-1 min_p=0
@@ -229,7 +241,6 @@ WITHOUT_EFFECT: Final = (
 KNOWN: Final = frozenset((*ResponsesBody.model_fields, *IN_RESPONSES, *WITHOUT_EFFECT))
 
 LOCAL_SHELL: Final = "local_shell"
-_TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def _text(value: Any) -> Any:
@@ -244,10 +255,17 @@ def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("input_image", "input_file", "input_audio", "computer_screenshot"):
         raise PydanticCustomError("no_images", "this model takes no images, sounds or files, only text")
-    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-    if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
+    text = bodies.part_text(part)
+    if text is None:
         raise PydanticCustomError("part_type", "A part should be an input_text or output_text with its text")
     return text
+
+
+def _said(value: Any, info: ValidationInfo) -> tuple[str, str]:
+    """What a message says, and the thoughts in it, which only the assistant has."""
+    is_reply = info.data.get("role") == "assistant" and isinstance(value, list)
+    thoughts = [part for part in value if _type_of(part) == "thinking"] if is_reply else []
+    return _text([part for part in value if part not in thoughts] if thoughts else value), _text(thoughts)
 
 
 _ItemText = Annotated[str, BeforeValidator(_text)]
@@ -255,10 +273,11 @@ _ItemText = Annotated[str, BeforeValidator(_text)]
 
 class _Message(BodyModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: _ItemText
+    content: Annotated[tuple[str, str], BeforeValidator(_said)]
 
     def said(self) -> Mapping[str, Any]:
-        return {"role": self.role, "content": self.content}
+        content, thoughts = self.content
+        return {"role": self.role, "content": content, **({"reasoning_content": thoughts} if thoughts else {})}
 
 
 class _Call(BodyModel):
@@ -313,7 +332,7 @@ class _SearchOutput(BodyModel):
 class _Output(BodyModel):
     call_id: str | None = None
     id: str | None = None
-    output: _ItemText
+    output: Annotated[_ItemText, BeforeValidator(bodies.tool_result)]
 
     def said(self) -> Mapping[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id or self.id, "content": self.output}

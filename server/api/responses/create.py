@@ -113,6 +113,7 @@ def _begun_response(body: ResponsesBody, fields: Payload, request: GenerationReq
         background=body.background is True,
         **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
         model=model,
+        max_output_tokens=body.limit(),
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
         conversation=None if body.conversation is None else {"id": body.conversation},
@@ -261,7 +262,7 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     namespace = incoming.namespace(body.cache_salt)
     given = conversation.read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
     shared = body.model_dump(include={*SharedBody.model_fields})
-    params = read_params(GenerationBody.model_validate({**shared, "max_tokens": body.max_output_tokens}), model)
+    params = read_params(GenerationBody.model_validate({**shared, "max_tokens": body.limit()}), model)
     params = replace(params, grammar=body.answer_grammar(), prompt_param="input", **body.calls())
     if params.forced is not None:
         shown = {tool.name: name for name, tool in given.tools.by_name.items()}

@@ -124,7 +124,7 @@ WRONG_IN_CHAT: dict[str, list[Any]] = {
         [{"type": "function", "function": {"name": "f", "description": 5}}],
     ],
     "tool_choice": [
-        *("any", 5, [], True, {}, {"type": "function"}, {"type": "custom", "custom": {"name": "f"}}),
+        *("any", "all", 5, [], True, {}, {"type": "function"}, {"type": "custom", "custom": {"name": "f"}}),
         *({"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": 5}}),
         {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": 5}},
         {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [5]}},
@@ -146,7 +146,7 @@ WRONG_IN_CHAT: dict[str, list[Any]] = {
     "chat_template_kwargs": ["x", [], 5, True],
     "echo": [True, "x"],
     "top_logprobs": [1, 21, -1, "0", True],
-    "functions": [[{"name": "f"}], {}, 5],
+    "functions": [[{"name": ""}], [{}], {}, 5],
     "function_call": ["auto", {"name": "f"}],
     "modalities": [["text", "audio"], ["audio"], "text"],
     "audio": [{"voice": "x"}],
