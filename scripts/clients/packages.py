@@ -117,6 +117,8 @@ BENCHMARKS: Sequence[Package] = (
     PythonPackage("llama_benchy", ["llama-benchy"]),
     PythonPackage("aiperf", ["aiperf"]),
     PythonPackage("lm_eval", ["lm-eval[api]"]),
+    PythonPackage("llm_comply", ["llm-comply"]),
+    NodePackage("compatcanary", ["compatcanary"]),
     LANGCHAIN,
 )
 """Programs that measure or test servers. They take minutes, and run only where they are named."""

@@ -173,9 +173,14 @@ class MessagesUsage(TypedDict):
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
+    cache_creation: dict[Literal["ephemeral_5m_input_tokens", "ephemeral_1h_input_tokens"], int]
+    """State has no time to live: all counts as the shorter one."""
     output_tokens: int
-    output_tokens_details: NotRequired[dict[Literal["thinking_tokens"], int]]
-    """If thinking is told apart."""
+    output_tokens_details: dict[Literal["thinking_tokens"], int] | None
+    """None if thinking is not told apart."""
+    server_tool_use: dict[Literal["web_search_requests", "web_fetch_requests"], int]
+    service_tier: Literal["standard"]
+    inference_geo: None
 
 
 class CacheMissReason(TypedDict):
@@ -208,6 +213,8 @@ class MessageAnswer(TypedDict):
     content: list[conversation.AnswerBlock]
     stop_reason: str | None
     stop_sequence: str | None
+    stop_details: None
+    container: None
     usage: MessagesUsage
     diagnostics: DiagnosticsBody
     context_management: NotRequired[dict[Literal["applied_edits"], list[Any]]]
@@ -341,7 +348,7 @@ class _MessageExchange(Exchange):
             "model": self.model.id,
             "content": [],
             "stop_reason": None,
-            "stop_sequence": None,
+            **dict.fromkeys(("stop_sequence", "stop_details", "container")),
             **self._costs(started),
             **self._edits,
         }
@@ -364,16 +371,18 @@ class _MessageExchange(Exchange):
         # Blocks up to the last marked one are written to the cache; Anthropic counts the rest as plain input.
         marked = max(explicit, default=0) if self._body.cache_control is None else num_prompt
         num_created = max(0, min(marked, num_prompt) - num_read)
-        usage: MessagesUsage = {
+        counts = [part.reasoning_tokens for part in self._finished if part.reasoning_tokens is not None]
+        return {
             "input_tokens": num_prompt - num_read - num_created,
             "cache_creation_input_tokens": num_created,
             "cache_read_input_tokens": num_read,
+            "cache_creation": {"ephemeral_5m_input_tokens": num_created, "ephemeral_1h_input_tokens": 0},
             "output_tokens": sum(part.timings.predicted_tokens for part in self._finished),
+            "output_tokens_details": {"thinking_tokens": sum(counts)} if counts else None,
+            "server_tool_use": {"web_search_requests": 0, "web_fetch_requests": 0},
+            "service_tier": "standard",
+            "inference_geo": None,
         }
-        counts = [part.reasoning_tokens for part in self._finished if part.reasoning_tokens is not None]
-        if counts:
-            usage["output_tokens_details"] = {"thinking_tokens": sum(counts)}
-        return usage
 
     def _stop_reason(self, finished: Finished) -> str:
         if finished.reason is FinishReason.LENGTH:

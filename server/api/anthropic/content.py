@@ -35,13 +35,13 @@ class _Block(OutputPart):
     def body(self, status: PartStatus = "in_progress") -> dict[str, Any]:
         match self.head["type"]:
             case "text":
-                return {**self.head, "text": self.text}
+                return {**self.head, "text": self.text, "citations": None}
             case "thinking":
                 signature = (enclose if self.is_hidden else sign)(self.text) if self.text else ""
                 return {**self.head, "thinking": "" if self.is_hidden else self.text, "signature": signature}
             case "tool_search_tool_result":
                 return self.head
-        return {**self.head, "input": read_object(self.text) or {}}
+        return {**self.head, "input": read_object(self.text) or {}, "caller": {"type": "direct"}}
 
     def begin(self) -> list[PartEvent]:
         return [self._event("start", content_block=self.body())]
@@ -91,7 +91,7 @@ class AnswerContent(OutputParts):
 
     def joined(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         """One block of text."""
-        return {"type": "text", "text": first["text"] + second["text"]}
+        return {**first, "text": first["text"] + second["text"]}
 
     def add_results(self, results: Sequence[dict[str, Any]]) -> list[PartEvent]:
         """Adds search results; returns their events."""

@@ -76,6 +76,7 @@ class TagBody(NamedBody):
 
     modified_at: str
     size: int
+    capabilities: list[str]
 
 
 class RunningBody(NamedBody):
@@ -155,7 +156,7 @@ def show(context: ApiContext, incoming: Incoming) -> Payload:
         "template": model.facts.chat_template,
         "details": _details(model),
         "model_info": _model_info(model),
-        "capabilities": ["completion"] if served is None else _capabilities(served),
+        "capabilities": _capabilities(model),
         "modified_at": _time(model.created if stored is None else int(stored.modified.timestamp())),
     }
     if defaults.system:
@@ -171,14 +172,16 @@ def _stored(model: ListedModel) -> StoredModel | None:
     return None
 
 
-def _capabilities(model: ServedModel) -> list[str]:
-    # Without "tools" if calls would come as text.
-    can = {"completion": True, "tools": model.tool_calls == "parsed", "thinking": thinks(model)}
-    return [name for name, is_there in can.items() if is_there]
+def _capabilities(model: ListedModel) -> list[str]:
+    # Without "tools" if calls would come as text, and where only loading tells.
+    served = model if isinstance(model, ServedModel) else None
+    can = {"tools": served and served.tool_calls == "parsed", "thinking": served and thinks(served)}
+    return ["completion", *(name for name, is_there in can.items() if is_there)]
 
 
 def _tag(model: ListedModel) -> TagBody:
-    return {**_head(model), "modified_at": _time(model.created), "size": model.facts.stored_bytes}
+    size, can = model.facts.stored_bytes, _capabilities(model)
+    return {**_head(model), "modified_at": _time(model.created), "size": size, "capabilities": can}
 
 
 def _running(model: ServedModel, idle_seconds_left: float) -> RunningBody:

@@ -57,6 +57,7 @@ class ResponseBody(CostsAtEnd):
     status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
     error: dict[Literal["code", "message"], str] | None
+    frequency_penalty: float
     incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
     instructions: str | None
     max_output_tokens: int | None
@@ -64,6 +65,7 @@ class ResponseBody(CostsAtEnd):
     model: str
     output: Sequence[Item]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
     conversation: dict[Literal["id"], str] | None
     prompt_cache_key: str | None
@@ -100,6 +102,11 @@ def _usage_of(finished: Finished) -> ResponseUsage:
 InputTokenCount: TypeAlias = dict[Literal["object", "input_tokens"], str | int]
 
 
+_SAMPLING: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+_UNSAID: Final[Payload] = {"description": None, "parameters": None, "strict": False}
+"""What holds for a function that does not say, which clients look for."""
+
+
 def _begun_response(body: ResponsesBody, fields: Payload, request: GenerationRequest, model: str) -> ResponseBody:
     """A response before its first token; `fields` are as sent."""
     wish = body.reasoning or conversation.ReasoningWish()
@@ -120,12 +127,11 @@ def _begun_response(body: ResponsesBody, fields: Payload, request: GenerationReq
         reasoning={"effort": wish.effort, "summary": wish.summary or wish.generate_summary},
         service_tier=body.service_tier or "default",
         store=body.store is not False,
-        temperature=request.sampling.temperature,
+        **{name: getattr(request.sampling, name) for name in _SAMPLING},
         text={"format": {"type": "text"}, **(fields.get("text") or {})},
         tool_choice=fields.get("tool_choice") or "auto",
-        tools=fields.get("tools") or [],
+        tools=[_UNSAID | tool if tool.get("type") == "function" else tool for tool in fields.get("tools") or ()],
         top_logprobs=0,
-        top_p=request.sampling.top_p,
         truncation=body.truncation or "disabled",
         metadata=body.metadata or {},
     )

@@ -53,7 +53,9 @@ def client(address: str) -> Iterator[anthropic.Anthropic]:
 def test_a_whole_answer(client: anthropic.Anthropic, engine: FakeEngine) -> None:
     engine.script = Script(hit_tokens=3)
     message = client.messages.create(**ASK)
-    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello there."}]
+    assert [block.to_dict() for block in message.content] == [
+        {"type": "text", "text": "Hello there.", "citations": None}
+    ]
     assert (message.stop_reason, message.role) == ("end_turn", "assistant")
     usage = message.usage
     assert (usage.cache_read_input_tokens, usage.input_tokens, usage.output_tokens) == (3, 5, 3)
@@ -86,7 +88,7 @@ def test_the_clients_own_helper_collects_a_stream(client: anthropic.Anthropic, e
     assert (message.stop_reason, message.usage.output_tokens) == ("end_turn", 3)
     assert message.usage.cache_read_input_tokens == 3
     whole = client.messages.create(**ASK)
-    assert message.to_dict(exclude_unset=True).keys() - {"parsed_output", "stop_details"} == whole.to_dict().keys()
+    assert message.to_dict(exclude_unset=True).keys() - {"parsed_output"} == whole.to_dict().keys()
 
 
 def test_the_asynchronous_client(address: str, engine: FakeEngine) -> None:
@@ -166,7 +168,7 @@ def test_the_packages_tool_runner(client: anthropic.Anthropic, engine: FakeEngin
     asked: list[str] = []
     engine.script = lambda request: CALLING if not asked else Script(("Sunny.",))
     runner = client.beta.messages.tool_runner(**ASK, tools=[get_weather])
-    assert runner.until_done().content[0].to_dict() == {"type": "text", "text": "Sunny."}
+    assert runner.until_done().content[0].to_dict() == {"type": "text", "text": "Sunny.", "citations": None}
     assert asked == ["Paris"]
 
 

@@ -60,15 +60,15 @@ def test_each_kind_of_piece_has_its_block() -> None:
     content, events = told([Reasoning("H"), Reasoning("m"), Text("Let me "), Text("look."), *CALL])
     assert content.so_far == [
         {"type": "thinking", "thinking": "Hm", "signature": sign("Hm")},
-        {"type": "text", "text": "Let me look."},
-        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}},
+        {"type": "text", "text": "Let me look.", "citations": None},
+        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}, "caller": {"type": "direct"}},
     ]
     assert [as_block(made) for made in collected(events)] == content.so_far
 
 
 def test_a_call_that_fails_is_text_and_its_block_in_the_stream_has_ended() -> None:
     content, events = told([Text("So: "), *FAILED, Text(" and on")])
-    assert content.so_far == [{"type": "text", "text": "So: <tool_call>{ and on"}]
+    assert content.so_far == [{"type": "text", "text": "So: <tool_call>{ and on", "citations": None}]
     assert [(made["type"], made.get("text")) for made in collected(events)] == [
         ("text", "So: "),
         ("tool_use", None),
@@ -80,7 +80,7 @@ def test_what_was_said_so_far_is_there_before_the_end() -> None:
     content = AnswerContent()
     content.add(Text("Hel"))
     content.add(Text("lo"))
-    assert content.so_far == [{"type": "text", "text": "Hello"}]
+    assert content.so_far == [{"type": "text", "text": "Hello", "citations": None}]
     assert content.close() == [{"type": "content_block_stop", "index": 0}]
     assert content.close() == []
 
@@ -95,7 +95,7 @@ def test_a_thought_that_is_not_shown_is_in_its_signature() -> None:
 
 def test_an_id_that_the_model_wrote_itself_stays() -> None:
     content, _ = told([ToolCallStarted("functions.f:0", "f"), ToolArguments("{}"), ToolCallEnded()])
-    assert content.so_far == [{"type": "tool_use", "id": "functions.f:0", "name": "f", "input": {}}]
+    assert [(one["id"], one["name"]) for one in content.so_far] == [("functions.f:0", "f")]
 
 
 PIECES = st.one_of(

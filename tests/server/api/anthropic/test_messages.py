@@ -93,6 +93,15 @@ def shown(*messages: dict[str, Any], **fields: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------ answers
 
 
+def usage_of(*counts: int) -> dict[str, Any]:
+    """The usage with these tokens new, written and read, and of the answer."""
+    told = {"server_tool_use": {"web_search_requests": 0, "web_fetch_requests": 0}, "service_tier": "standard"}
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+    created = {"ephemeral_5m_input_tokens": counts[1], "ephemeral_1h_input_tokens": 0}
+    counted = dict(zip(names, counts, strict=True))
+    return {**counted, "cache_creation": created, "output_tokens_details": None, "inference_geo": None, **told}
+
+
 def test_an_answer_is_a_message() -> None:
     served = Served(Script(("Hel", "lo"), hit_tokens=3))
     body = served.ask()
@@ -102,15 +111,12 @@ def test_an_answer_is_a_message() -> None:
         "type": "message",
         "role": "assistant",
         "model": "tiny",
-        "content": [{"type": "text", "text": "Hello"}],
+        "content": [{"type": "text", "text": "Hello", "citations": None}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
-        "usage": {
-            "input_tokens": 5,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 3,
-            "output_tokens": 2,
-        },
+        "stop_details": None,
+        "container": None,
+        "usage": usage_of(5, 0, 3, 2),
     }
     assert diagnostics["cache"]["hit_tokens"] == diagnostics["timings"]["cache_n"] == 3
 
@@ -163,9 +169,14 @@ def test_why_an_answer_ended(script: Script, fields: dict[str, Any], reason: str
 def test_a_call_is_a_block_with_its_input() -> None:
     body = Served(CALLING).ask(tools=[TOOL])
     text, call = body["content"]
-    assert text == {"type": "text", "text": "Let me look."}
+    assert text == {"type": "text", "text": "Let me look.", "citations": None}
     assert call.pop("id").startswith("toolu_")
-    assert call == {"type": "tool_use", "name": "get_weather", "input": {"city": "Zürich"}}
+    assert call == {
+        "type": "tool_use",
+        "name": "get_weather",
+        "input": {"city": "Zürich"},
+        "caller": {"type": "direct"},
+    }
 
 
 def test_the_input_of_a_call_is_streamed_as_it_comes() -> None:
@@ -179,7 +190,8 @@ def test_the_input_of_a_call_is_streamed_as_it_comes() -> None:
 def test_a_call_that_is_cut_off_is_text() -> None:
     script = replace(CALLING, texts=CALLING.texts[:2], reason=FinishReason.LENGTH)
     whole = Served(script).ask(tools=[TOOL], max_tokens=2)
-    assert whole["content"] == [{"type": "text", "text": "Let me look.\n" + "".join(script.texts)[13:]}]
+    [text] = whole["content"]
+    assert (text["type"], text["text"]) == ("text", "Let me look.\n" + "".join(script.texts)[13:])
     events = Served(script).stream(tools=[TOOL], max_tokens=2)
     said = "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
     assert said == whole["content"][0]["text"]
@@ -191,7 +203,7 @@ def test_a_thought_is_a_signed_block_and_counted() -> None:
     body = Served(script, reasoning_format=THINK).ask()
     assert body["content"] == [
         {"type": "thinking", "thinking": "Hm, so.", "signature": sign("Hm, so.")},
-        {"type": "text", "text": "Hello"},
+        {"type": "text", "text": "Hello", "citations": None},
     ]
     assert body["usage"]["output_tokens_details"] == {"thinking_tokens": 4}
     events = Served(script, reasoning_format=THINK).stream()
@@ -512,12 +524,7 @@ def test_four_restore_points_may_be_asked_for() -> None:
 def test_what_is_marked_counts_as_written_to_the_cache() -> None:
     ttl = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     usage = Served(Script(hit_tokens=3)).ask(**ttl)["usage"]
-    assert usage == {
-        "input_tokens": 0,
-        "cache_creation_input_tokens": 5,
-        "cache_read_input_tokens": 3,
-        "output_tokens": 3,
-    }
+    assert usage == usage_of(0, 5, 3, 3)
 
 
 def answered(block: dict[str, Any]) -> dict[str, Any]:
