@@ -107,12 +107,10 @@ class _Planner:
             held = {group: sum(row.tokens for row in rows if row.group == group) for group in free}
             fitting = [group for group in free if held[group] and _fits(rows, self.groups[group])]
             kept = max(fitting, key=lambda group: held[group], default=None)
-            if kept is None:
-                room = 1 << (len(rows) - 1).bit_length() if has_room else len(rows)
-                wanted.append(Wanted(tuple(member), Buffer(room, capacity_for(rows))))
-            else:
-                free.remove(kept)
-                wanted.append(Wanted(tuple(member), self.groups[kept], kept))
+            free -= {kept}
+            room = 1 << (len(rows) - 1).bit_length() if has_room else len(rows)
+            buffer = Buffer(room, capacity_for(rows)) if kept is None else self.groups[kept]
+            wanted.append(Wanted(tuple(member), buffer, kept))
         return wanted
 
     def with_joins(self, now: _Members) -> _Members:
@@ -131,10 +129,8 @@ class _Planner:
 
         First those that copy little; then the cheapest in a step, and some that need ever less memory.
         """
-        numbers = range(len(self.groups))
-        now = [[place for place, row in enumerate(self.rows) if row.group == number] for number in numbers]
-        for option in (self.place(now), [], self.place(self.with_joins(now))):
-            yield 0.0, option
+        now = [[at for at, row in enumerate(self.rows) if row.group == group] for group in range(len(self.groups))]
+        yield from ((0.0, option) for option in (self.place(now), [], self.place(self.with_joins(now))))
         apart = sum(self.costs.of(1, row.tokens, row.tokens) for row in self.rows if not row.can_share)
         limit = float("inf")
         while limit >= 1:

@@ -29,8 +29,7 @@ COMMANDS: Mapping[str, Mapping[str, list[list[str]]]] = tomllib.loads(
     Path(__file__).with_name("service.toml").read_text(encoding="utf-8")
 )
 _HINTS = {
-    "connect to bus": "this user has no session of systemd here: log in as that user, not by su or sudo; in a "
-    "container, or where systemd does not run, start `mlx-serve serve` yourself",
+    "connect to bus": "systemd has no session of this user: log in, not by su or sudo, or run `mlx-serve serve`",
     "failed: 125:": "launchd starts agents of users who are logged in at the screen: log in there, or run "
     "`mlx-serve serve`",
 }
@@ -131,9 +130,7 @@ class ServiceManager:
     def _call_one(self, command: Command) -> Ended:
         program = command[0].removeprefix("-")
         words = [program, *command[1:]]
-        with told_as(
-            StartError, f"start `mlx-serve serve` yourself, since {program} cannot be run", subprocess.TimeoutExpired
-        ):
+        with told_as(StartError, f"use `mlx-serve serve`: {program} cannot be run", subprocess.TimeoutExpired):
             done = self.run(words)
         if done.returncode and program == command[0]:
             said = " ".join((done.stderr or done.stdout).split()) or f"status {done.returncode}"

@@ -139,9 +139,7 @@ class Chat:
             if said:
                 self.screen.note(said)
         elif match and "\n" not in text:
-            hint = conversation.nearest(
-                f"/{match[1]}", [f"/{name}" for name in (*_BY_NAME, *_LEAVE)], "/? lists them"
-            )
+            hint = conversation.nearest(f"/{match[1]}", [f"/{name}" for name in _BY_NAME], "/? lists them")
             self.screen.note(f"There is no command /{match[1]}; {hint}")
         else:
             self.answer(text)

@@ -198,9 +198,7 @@ def launch(
     if name in BUILT_IN:
         _tell(f"{name} is for trying the server and cannot work as an agent; first: mlx-serve pull qwen3")
     if not show and shutil.which(recipe.program) is None:
-        raise StartError(
-            f"{recipe.title} is not installed: there is no {recipe.program}; install it: {recipe.install}"
-        )
+        raise StartError(f"{recipe.title} is not installed, there is no {recipe.program}: {recipe.install}")
     # A closed terminal, or SIGTERM, also ends the agent and its server.
     with handling(leave, signal.SIGTERM, signal.SIGHUP), contextlib.ExitStack() as stack:
         served = find_served(name, urls, key)

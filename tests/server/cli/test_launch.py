@@ -209,7 +209,9 @@ def test_an_agent_runs_against_a_server_and_its_status_is_ours(
 
 
 def test_an_agent_that_is_not_installed_starts_nothing(tmp_path: Path, url: str) -> None:
-    with pytest.raises(StartError, match=r"Claude Code is not installed: .*npm install .*npm comes with Node\.js"):
+    with pytest.raises(
+        StartError, match=r"Claude Code is not installed, there is no claude: npm install .*npm comes with Node\.js"
+    ):
         launch("claude", "tiny", None, [], [url], tmp_path, {"PATH": "/none", "XDG_CONFIG_HOME": "/none"})
     with pytest.raises(ConfigError, match="there is no client 'clod'"):
         launch("clod", None, None, [], [url], tmp_path, {})
