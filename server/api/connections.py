@@ -128,9 +128,8 @@ class _Parser(h11.Connection):
 
 def _with_target(request: h11.Request, host: bytes, rest: bytes) -> h11.Request:
     """A request for a whole address: its host counts, not that of the header (RFC 9112, 3.2.2)."""
-    others = [(name, value) for name, value in request.headers if name != b"host"]
+    headers = [(b"host", host), *(one for one in request.headers if one[0] != b"host")]
     target = rest if rest.startswith(b"/") else b"/" + rest
-    headers = [(b"host", host), *others]
     return h11.Request(method=request.method, target=target, headers=headers, http_version=request.http_version)
 
 

@@ -101,6 +101,7 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     ],
     "structured_outputs": ["json", {"choice": []}, {"json": 5}, {"structural_tag": "{}"}],
     "structural_tag": ["x", {}],
+    "repetition_detection": [5, "x", []],
     "format": ["xml", 5, []],
     "regex": [5, []],
     "guided_choice": ["yes", [], [""], [5]],
