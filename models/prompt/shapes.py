@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
+from itertools import groupby
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
@@ -168,24 +169,24 @@ def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
     The message before ends with the text, or the user's next one begins with it.
     """
     count = num_leading_system(messages)
-    result: list[Message] = list(messages[:count])
+    result: list[tuple[Message, list[str]]] = [(message, [message["content"]]) for message in messages[:count]]
     is_open = False
     for message in messages[count:]:
-        last = result[-1] if len(result) > count else None
+        last, texts = result[-1] if len(result) > count else ({"role": ""}, [])
         if message["role"] == "system":
             said = f"<system>\n{message['content']}\n</system>"
-            if last is not None and last["role"] in ("user", "tool"):
-                result[-1] = _followed_by(last, said)
+            if last["role"] in ("user", "tool"):
+                texts.append(said)
             else:
-                result.append({"role": "user", "content": said})
+                result.append(({"role": "user"}, [said]))
                 is_open = True
         elif is_open and message["role"] == "user":
-            result[-1] = {**message, "content": _followed_by(result[-1], message["content"])["content"]}
+            result[-1] = message, [*texts, message["content"]]
             is_open = False
         else:
-            result.append(message)
+            result.append((message, [message["content"]]))
             is_open = False
-    return result
+    return [_saying(message, texts) for message, texts in result]
 
 
 def no_system(messages: Sequence[Message]) -> list[Message]:
@@ -203,16 +204,15 @@ def no_system(messages: Sequence[Message]) -> list[Message]:
 def users_joined(messages: Sequence[Message]) -> list[Message]:
     """For templates whose roles alternate."""
     result: list[Message] = []
-    for message in messages:
-        if result and message["role"] == result[-1]["role"] == "user":
-            result[-1] = _followed_by(result[-1], message["content"])
-        else:
-            result.append(message)
+    for role, group in groupby(messages, lambda message: message["role"]):
+        run = list(group)
+        result += [_saying(run[0], [one["content"] for one in run])] if role == "user" else run
     return result
 
 
-def _followed_by(message: Message, text: str) -> Message:
-    return {**message, "content": message["content"] + _JOINT + text}
+def _saying(message: Message, texts: Sequence[str]) -> Message:
+    """A message with several texts: they are joined once, however many they are."""
+    return message if len(texts) == 1 and "content" in message else {**message, "content": _JOINT.join(texts)}
 
 
 def num_leading_system(messages: Sequence[Message]) -> int:

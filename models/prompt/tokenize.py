@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from models.errors import PromptTooLong, TokenizerFailed
+from models.errors import InvalidParameter, PromptTooLong, TokenizerFailed
 from models.texts import shared_length
 
 if TYPE_CHECKING:
@@ -126,24 +126,51 @@ class Abandoned(Exception):
     """Nobody waits for the result."""
 
 
-_is_abandoned: ContextVar[Callable[[], bool]] = ContextVar("is_abandoned")
+MAX_REPEATED_BYTES = 64 << 20
+"""Bytes that one request may have read or written beside its own body, which names them: see `spend`."""
+BYTES_PER_USE = 4096
+"""What each use counts besides its bytes."""
+
+
+@dataclass
+class _Work:
+    is_abandoned: Callable[[], bool]
+    num_left: int
+
+
+_work: ContextVar[_Work] = ContextVar("work")
 
 
 @contextmanager
 def abandoned_when(is_abandoned: Callable[[], bool]) -> Iterator[None]:
-    """`stop_if_abandoned` in the block asks `is_abandoned`, on any thread."""
-    token = _is_abandoned.set(is_abandoned)
+    """The block is one request's work: `stop_if_abandoned` in it asks `is_abandoned`, on any thread."""
+    token = _work.set(_Work(is_abandoned, MAX_REPEATED_BYTES))
     try:
         yield
     finally:
-        _is_abandoned.reset(token)
+        _work.reset(token)
 
 
 def stop_if_abandoned() -> None:
     """Raises Abandoned if nobody waits. Costs almost nothing."""
-    is_abandoned = _is_abandoned.get(None)
-    if is_abandoned is not None and is_abandoned():
+    work = _work.get(None)
+    if work is not None and work.is_abandoned():
         raise Abandoned
+
+
+def spend(num_bytes: int, param: str) -> None:
+    """Counts what a few bytes of a body can ask for again and again: stored items, tools' definitions.
+
+    Raises Abandoned if nobody waits, and InvalidParameter above `MAX_REPEATED_BYTES`.
+    """
+    stop_if_abandoned()
+    if (work := _work.get(None)) is not None:
+        work.num_left -= num_bytes + BYTES_PER_USE
+        if work.num_left < 0:
+            why = (
+                f"what it refers to is more than {MAX_REPEATED_BYTES} bytes, of which each use counts {BYTES_PER_USE}"
+            )
+            raise InvalidParameter(param, f"{param}: {why} more")
 
 
 SLICE_CHARACTERS = 16_384

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from models.prompt.shapes import SAMPLE_TOOL
-from models.prompt.tokenize import LatelyUsed
+from models.prompt.tokenize import LatelyUsed, spend
 from models.texts import shared_length
 
 Tool: TypeAlias = Mapping[str, Any]
@@ -30,11 +30,13 @@ class ToolDefinitions:
     def block(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
         """The named tools' definitions as one block, kept for the conversation at `place`.
 
-        A name without a tool is declared unavailable, in a block not kept: the tool may come back.
+        A name without a tool is declared unavailable, in a block not kept: the tool may come back. Raises what
+        `spend` raises.
         """
         key = (place, tuple(names))
         kept = self._kept.recall(key)
         if kept is not None:
+            spend(len(kept), "tools")
             return kept
         found = [tools[name] for name in names if name in tools]
         lines = ["<functions>", *map(self._definition, found), "</functions>"] if found else []
@@ -46,10 +48,11 @@ class ToolDefinitions:
     def _definition(self, tool: Tool) -> str:
         written = _inserted(self._render([SAMPLE_TOOL]), self._render([SAMPLE_TOOL, tool]))
         name, sample = tool["function"]["name"], SAMPLE_TOOL["function"]["name"]
-        if name in written and sample not in written:
-            return written
-        # The template writes tools in another way than one after another, or not at all.
-        return f"<function>{json.dumps(dict(tool['function']), ensure_ascii=False)}</function>"
+        if name not in written or sample in written:
+            # The template writes tools in another way than one after another, or not at all.
+            written = f"<function>{json.dumps(dict(tool['function']), ensure_ascii=False)}</function>"
+        spend(len(written), "tools")
+        return written
 
 
 def _inserted(shorter: str, longer: str) -> str:

@@ -21,14 +21,24 @@ from starlette.types import Message, Receive, Scope, Send
 
 from models.errors import InvalidParameter
 from server.api.answer import Answer, Exchange
-from server.api.dialect import ApiContext, Dialect, ModelReady, context_of, dialect_of, namespace_of
+from server.api.dialect import (
+    ApiContext,
+    Change,
+    Dialect,
+    ModelReady,
+    body_of_request,
+    client_of,
+    context_of,
+    dialect_of,
+    namespace_of,
+)
 from server.api.embedding import EmbeddingWork
 from server.api.errors import ApiError, Code, explain, stopped
 from server.api.guard import key_name_of
 from server.api.params import Incoming
 from server.api.record import Arrival
 from server.api.sessions import ascii_text, resolve_session_id
-from server.api.wire import JsonBody, Payload, check_amount, check_messages, parse_object, read_body
+from server.api.wire import JsonBody, Payload, check_amount, check_messages, parse_object
 from server.app.log_events import TextsEmbedded
 from server.pool.names import ModelNotLoaded, ModelSource
 from server.pool.pool import LOADED
@@ -37,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 
-Plan: TypeAlias = Exchange | EmbeddingWork | ModelReady
+Plan: TypeAlias = Exchange | EmbeddingWork | ModelReady | Change
 """What a body asks for; the model, if any, is loaded and held."""
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 """An endpoint; raises the errors that `server.api.errors` maps."""
@@ -133,7 +143,7 @@ class Call:
 
     async def respond(self) -> Response:
         """The response, which owns the stack if it is a stream."""
-        self._raw = await read_body(self._http, self._context.config.max_body_bytes)
+        self._raw = await body_of_request(self._http)
         if self.is_limited and self._context.is_draining:
             raise stopped()
         response = None
@@ -173,9 +183,7 @@ class Call:
 
     async def _plan(self) -> Plan:
         """Raises ModelNotLoaded and the dialect's errors."""
-        host = self._http.client.host if self._http.client else ""
-        client = f"{host} {self._dialect.api_key(self._http.headers)}"
-        plan = await self._context.planning.run(client, len(self._raw), self._read)
+        plan = await self._context.planning.run(client_of(self._http), len(self._raw), self._read)
         if plan.model is not None:
             hold = self._context.pool.try_hold(plan.model)
             if hold is None:
@@ -246,6 +254,8 @@ class Call:
     async def _respond_to(self, plan: Plan) -> Response:
         if isinstance(plan, ModelReady):
             return JsonBody(plan.payload)
+        if isinstance(plan, Change):
+            return await self._context.storing.run(client_of(self._http), plan.work)
         if isinstance(plan, EmbeddingWork):
             return await self._compute(plan)
         answer = self._begin(plan)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -24,10 +25,10 @@ from typing_extensions import TypedDict
 from server.api.activity import Activity, EventLog
 from server.api.errors import ApiError, Code, stopped
 from server.api.observe import Metrics, Tracing
-from server.api.planning import Planning
+from server.api.planning import FairThreads, Planning
 from server.api.record import RequestRecord, log_end
 from server.api.sessions import Refusals, SessionRecords, header_text
-from server.api.wire import JsonBody, Payload, sse_comment, sse_event
+from server.api.wire import JsonBody, Payload, read_body, sse_comment, sse_event
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing, RateLimits, namespace_of_key
 from server.diagnosis.account import Conversations
@@ -123,6 +124,15 @@ class ModelReady:
     """As in `Exchange`."""
 
 
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What a checked body asks to be kept."""
+
+    work: Callable[[], Response]
+    """Keeps it, on another thread."""
+    model = keep_alive_seconds = None
+
+
 @dataclass(frozen=True)
 class Operation:
     """What an endpoint takes and gives; None: it takes no body."""
@@ -204,6 +214,9 @@ class ApiContext:
         self.keys = keys
         """Replaced while the server runs; running answers go on."""
         self.rate_limits, self.planning = RateLimits(time.monotonic), Planning()
+        self.expanding, self.searching = FairThreads(2, "expand"), FairThreads(2, "search")
+        self.reading, self.storing = FairThreads(2, "read"), FairThreads(1, "store")
+        """Of what dialects keep."""
         self.sessions, self.refusals, self.conversations = SessionRecords(), Refusals(), Conversations()
         self.conversations.is_whole = config.cache_disk_bytes is None
         self.started, self.is_draining = time.monotonic(), False
@@ -224,11 +237,18 @@ class ApiContext:
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
         """What a dialect keeps, made by the first call. For any thread."""
-        with self._lock:
-            if make not in self._kept:
-                self._kept[make] = make(self.config)
-            found: Kept = self._kept[make]
+        if make not in self._kept:
+            with self._lock:
+                if make not in self._kept:
+                    self._kept[make] = make(self.config)
+        found: Kept = self._kept[make]
         return found
+
+    def close(self) -> None:
+        """Closes what dialects keep, once nothing uses it any more."""
+        for one in self._kept.values():
+            if (close := getattr(one, "close", None)) is not None:
+                close()
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work that handles its own errors."""
@@ -248,6 +268,17 @@ def context_of(request: Request) -> ApiContext:
     """What the endpoints of the app share."""
     context: ApiContext = request.app.state.api
     return context
+
+
+def client_of(request: Request) -> str:
+    """Who takes turns with others: a key on a machine."""
+    return f"{request.client.host if request.client else ''} {dialect_of(request).api_key(request.headers)}"
+
+
+async def body_of_request(request: Request) -> bytes:
+    """As `read_body`, within the server's limit."""
+    context = context_of(request)
+    return await read_body(request, context.config.max_body_bytes, partial(context.expanding.run, client_of(request)))
 
 
 def describe_models(

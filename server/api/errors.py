@@ -65,6 +65,7 @@ class Code(StrEnum):
     INTERNAL_ERROR = "internal_error", 500
     OUT_OF_MEMORY = "out_of_memory", 503
     NO_FREE_SLOT = "no_free_slot", 503
+    INSUFFICIENT_STORAGE = "insufficient_storage", 507
     SERVER_STOPPING = "server_stopping", 503
     TOO_MANY_CONNECTIONS = "too_many_connections", 503
     TOO_MANY_LISTENERS = "too_many_listeners", 503

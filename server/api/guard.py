@@ -28,11 +28,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api import PRODUCT
 from server.api.bodies import Body, Rules, parse_body
-from server.api.dialect import Dialect, context_of, dialect_of, namespace_of
+from server.api.dialect import Dialect, body_of_request, context_of, dialect_of, namespace_of
 from server.api.errors import ApiError, Code, explain
 from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.sessions import Refusal, ascii_text
-from server.api.wire import parse_object, read_body
+from server.api.wire import parse_object
 from server.app.config import ServerConfig
 from server.app.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
 
@@ -156,7 +156,7 @@ async def read_owners_body(request: Request, kind: type[Body], rules: Rules, wha
     if not is_owner(request):
         message = f"only who runs the server {what}: on its own machine, or by an operator's key"
         raise ApiError(Code.OPERATOR_ONLY, message)
-    fields, _ = parse_object(await read_body(request, context_of(request).config.max_body_bytes))
+    fields, _ = parse_object(await body_of_request(request))
     return parse_body(kind, fields, rules)
 
 

@@ -211,12 +211,12 @@ Functions: TypeAlias = Sequence[Mapping[str, Any]]
 
 def forced_calls(model: ServedModel, functions: Functions, forced: ForcedCalls) -> AnswerGrammar:
     """The grammar of an answer that must call `functions`; raises ApiError (400)."""
-    names = [function["name"] for function in functions]
+    names, wanted = {function["name"] for function in functions}, forced.names and frozenset(forced.names)
     missing = [name for name in forced.names or () if name not in names]
     if not functions or missing:
         reason = f"there is no tool {missing[0]!r}" if missing else "there are no tools to be called"
         raise wrong("tool_choice", reason)
-    allowed = [function for function in functions if forced.names is None or function["name"] in forced.names]
+    allowed = [function for function in functions if wanted is None or function["name"] in wanted]
     lead, *rules = _rules_of_calls(model, allowed, "tool_choice")
     start = f"start: {'call' if forced.is_single else _CALLS}"
     return replace(_lark("tool_choice", start, f"call: {lead} body", *rules), forces_calls=True)

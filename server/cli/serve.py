@@ -487,6 +487,7 @@ async def _serve(
     if state.background:
         # Responses in the background are stored with their text so far.
         await asyncio.wait(state.background, timeout=STORE_SECONDS)
+    await asyncio.to_thread(state.close)
     if state.tracing is not None:
         await asyncio.to_thread(state.tracing.close)
 

@@ -4,10 +4,10 @@ Clients send `x-api-key`, and read named events and `request-id`. `GET /v1/model
 with `anthropic-version`.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
@@ -21,9 +21,18 @@ from server.api.anthropic.content import AnswerContent
 from server.api.anthropic.tool_search import SEARCH_TOOLS, SearchFailed, find_tools
 from server.api.bodies import parse_body
 from server.api.call import generate, inspect
-from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, describe_models, with_and_without_v1
+from server.api.dialect import (
+    ApiContext,
+    Dialect,
+    Endpoint,
+    Operation,
+    client_of,
+    describe_models,
+    with_and_without_v1,
+)
 from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.params import Incoming, ask
+from server.api.planning import Result
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.sessions import header_text
 from server.api.wire import Payload, sse_comment, sse_event
@@ -278,7 +287,7 @@ class _MessageExchange(Exchange):
                 case Finished():
                     self._finished.append(event)
                     called = [block for block in part._content.so_far if block["type"] == "server_tool_use"]
-                    found = [await asyncio.to_thread(self._run, search) for search in called]
+                    found = [await self._on_thread(partial(self._run, search)) for search in called]
                     for told in self._content.add_results(found):
                         yield told
                     following = await self._next_part(part)
@@ -308,9 +317,12 @@ class _MessageExchange(Exchange):
         if is_over or is_for_client or len(self._finished) >= MAX_PARTS:
             return None
         try:
-            return await asyncio.to_thread(self._open_next)
+            return await self._on_thread(self._open_next)
         except (ApiError, ModelError):  # no space is left: the client may continue the answer
             return None
+
+    async def _on_thread(self, work: Callable[[], Result]) -> Result:
+        return await self._context.searching.run(client_of(self._incoming.http), work)
 
     @property
     def _num_left(self) -> int:

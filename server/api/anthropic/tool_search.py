@@ -14,6 +14,8 @@ import regex
 
 MAX_QUERY_CHARACTERS: Final = 200
 MAX_FOUND: Final = 5
+MAX_SEARCHED_CHARACTERS: Final = 32_768
+"""Of a tool: a search goes through a text at once, and holds Python's lock."""
 REGEX: Final = "tool_search_tool_regex"
 BM25: Final = "tool_search_tool_bm25"
 VERSION: Final = "_20251119"
@@ -90,7 +92,7 @@ def _matches(pattern: str, functions: _Functions, seconds_left: Callable[[], flo
     def matches(text: str) -> bool:
         # A pattern may take exponential time; other threads go on meanwhile.
         timeout = min(_SECONDS_PER_TEXT, seconds_left())
-        return compiled.search(text, timeout=timeout, concurrent=True) is not None
+        return compiled.search(text[:MAX_SEARCHED_CHARACTERS], timeout=timeout, concurrent=True) is not None
 
     try:
         compiled = regex.compile(pattern, regex.IGNORECASE)
@@ -103,7 +105,11 @@ def _matches(pattern: str, functions: _Functions, seconds_left: Callable[[], flo
 
 
 def _relevance(query: str, functions: _Functions, seconds_left: Callable[[], float]) -> list[float]:
-    documents = [Counter(_words(" ".join(_texts(function)))) for function in functions if seconds_left()]
+    documents = [
+        Counter(_words(" ".join(_texts(function))[:MAX_SEARCHED_CHARACTERS]))
+        for function in functions
+        if seconds_left()
+    ]
     mean = sum(document.total() for document in documents) / max(len(documents), 1)
     num_with = Counter(word for document in documents for word in document)
     rarity = {word: math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for word, n in num_with.items()}

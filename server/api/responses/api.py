@@ -4,31 +4,44 @@ A conversation keeps items under one name, with or without responses that contin
 """
 
 import asyncio
+import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from server.api.bodies import BodyModel
-from server.api.call import AnswerStream, inspect
-from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, dialect_of, with_and_without_v1
+from server.api.call import AnswerStream, planned
+from server.api.dialect import (
+    ApiContext,
+    Change,
+    Dialect,
+    Endpoint,
+    Operation,
+    client_of,
+    context_of,
+    dialect_of,
+    with_and_without_v1,
+)
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import namespace_of_query
 from server.api.params import Incoming
 from server.api.responses.conversation import UNFINISHED, Metadata, check_items, parse_known, with_ids
 from server.api.responses.create import KEPT_SECONDS, ROUTES, BackgroundRun, BackgroundRuns, ResponseBody
 from server.api.responses.output import Item
-from server.api.responses.store import ResponseStore, StoredConversation, StoredResponse, store_of
-from server.api.wire import JsonBody, Payload, number_asked, sse_event
+from server.api.responses.store import Kind, Page, PageWish, ResponseStore, StoredConversation, rows_of, store_of
+from server.api.wire import MAX_MESSAGES, JsonBody, json_text, number_asked, sse_event
 
 Ask: TypeAlias = Callable[[ResponseStore, str, str], Any]
 Deletion: TypeAlias = dict[Literal["id", "object", "deleted"], str | bool]
 MAX_LIMIT = 100
+SLICE_BYTES = 1 << 17
 
 
 class ItemList(TypedDict):
@@ -63,9 +76,10 @@ class NewItems(BodyModel):
 async def get_response(request: Request) -> Response:
     """Returns a stored response as it is, or with `stream` the events of one in the background, those to come too."""
     run, dialect = _run_of(request), dialect_of(request)
-    body = await _stored(request) if run is None else run.now()
     if request.query_params.get("stream") != "true":
-        return JsonBody(body)
+        return _json(await _stored(request)) if run is None else await _now(request, run)
+    if run is None:
+        await _stored(request)
     number = number_asked(request, "starting_after", 999_999_999)
     if run is None:
         why = f"events are kept of responses in the background, and {KEPT_SECONDS} s beyond their end; leave it out"
@@ -80,7 +94,7 @@ async def delete_response(request: Request) -> Response:
     if run is not None:
         await run.cancel()
         run.forget()
-    return await _deleted(request, "response_id", ResponseStore.delete, "response")
+    return await _deleted(request, "response_id", lambda store, *place: store.delete(*place), "response")
 
 
 async def cancel_response(request: Request) -> Response:
@@ -88,12 +102,12 @@ async def cancel_response(request: Request) -> Response:
     run = _run_of(request)
     if run is not None:
         await run.cancel()
-        return JsonBody(run.now())
-    body = await _stored(request)
-    if not body["background"]:
+        return await _now(request, run)
+    found = await _stored(request)
+    if not json.loads(found)["background"]:
         message = "only a response in the background is cancelled; another one is by closing its connection"
         raise ApiError(Code.INVALID_VALUE, message, "response_id")
-    return JsonBody(body)
+    return _json(found)
 
 
 def _run_of(request: Request) -> BackgroundRun | None:
@@ -101,90 +115,113 @@ def _run_of(request: Request) -> BackgroundRun | None:
     return context_of(request).kept(BackgroundRuns).find(*place)
 
 
-async def _stored(request: Request) -> Mapping[str, Any]:
+async def _now(request: Request, run: BackgroundRun) -> Response:
+    """What is known of a run; it may be long, so another thread writes it."""
+    now = run.now()
+    return _json(await context_of(request).reading.run(client_of(request), lambda: json_text(now).encode()))
+
+
+async def _stored(request: Request) -> bytes:
     """A stored response; an unfinished one without a run has failed."""
-    found: StoredResponse = await _found(request, "response_id", ResponseStore.find)
-    if found.body["status"] not in UNFINISHED:
-        return found.body
-    error = {"code": "server_error", "message": "the server ended before the response did"}
-    return {**found.body, "status": "failed", "error": error}
+    status, body = await _found(request, "response_id", lambda store, *place: store.find(*place))
+    if status in UNFINISHED:
+        error = {"code": "server_error", "message": "the server ended before the response did"}
+        return json_text({**json.loads(body), "status": "failed", "error": error}).encode()
+    return bytes(body)
 
 
 async def list_input_items(request: Request) -> Response:
     """Returns the items before a response, newest first."""
-    chain = await _found(request, "response_id", lambda *place: ResponseStore.chain(*place) or None)
-    return JsonBody(_page_of([*(item for one in chain[:-1] for item in one.items), *chain[-1].input], request))
+    return await _page_of(request, "response")
+
+
+def _conversation(store: ResponseStore, namespace: str, name: str) -> StoredConversation | None:
+    return store.find_conversation(namespace, name)
 
 
 async def get_conversation(request: Request) -> Response:
     """Returns a conversation, without its items."""
-    return JsonBody(await _found(request, "conversation_id", ResponseStore.find_conversation))
+    return JsonBody(await _found(request, "conversation_id", _conversation))
 
 
 async def delete_conversation(request: Request) -> Response:
     """Forgets a conversation and its items."""
-    return await _deleted(request, "conversation_id", ResponseStore.delete_conversation, "conversation.deleted")
+    return await _deleted(
+        request, "conversation_id", lambda store, *place: store.delete_conversation(*place), "conversation.deleted"
+    )
 
 
 async def list_items(request: Request) -> Response:
     """Returns a conversation's items, newest first."""
-    return JsonBody(_page_of(await _found(request, "conversation_id", ResponseStore.items), request))
+    return await _page_of(request, "conversation")
 
 
 async def get_item(request: Request) -> Response:
     """Returns one item of a conversation."""
-    wanted = request.path_params["item_id"]
-    items = await _found(request, "conversation_id", ResponseStore.items)
-    return JsonBody(_known(next((item for item in items if item["id"] == wanted), None), request, "item_id"))
+    name = (await _found(request, "conversation_id", _conversation)).id
+    return _json(
+        await _found(
+            request, "item_id", lambda store, space, item: store.find_item(space, "conversation", name, item)
+        )
+    )
 
 
 async def delete_item(request: Request) -> Response:
     """Removes an item; returns the conversation."""
-    conversation = await _found(request, "conversation_id", ResponseStore.find_conversation)
-    await _found(request, "item_id", lambda store, *place: store.delete_item(*place, conversation.id))
+    conversation = await _found(request, "conversation_id", _conversation)
+    await _deleted(request, "item_id", lambda store, *place: store.delete_item(*place, conversation.id), "")
     return JsonBody(conversation)
 
 
-@inspect
-def create_conversation(context: ApiContext, incoming: Incoming) -> Payload:
+@planned
+def create_conversation(context: ApiContext, incoming: Incoming) -> Change:
     """Begins a conversation."""
     body = parse_known(NewConversation, incoming.fields, {})
     # A gateway finds a conversation's server by the request that created it.
     name = incoming.request_id.rpartition("_")[2]
     items = with_ids(_whole_items(body.items or []), name)
     conversation = StoredConversation(f"conv_{name}", int(time.time()), body.metadata or {})
-    store, namespace = context.kept(store_of), namespace_of_query(incoming.http)
-    store.put_conversation(namespace, conversation)
-    store.add_items(namespace, conversation.id, items)
-    return vars(conversation)
+    return Change(partial(_kept, context, incoming, conversation, items))
 
 
-@inspect
-def update_conversation(context: ApiContext, incoming: Incoming) -> Payload:
+@planned
+def update_conversation(context: ApiContext, incoming: Incoming) -> Change:
     """Replaces a conversation's metadata."""
-    body = parse_known(ConversationUpdate, incoming.fields, {})
-    store, namespace = context.kept(store_of), namespace_of_query(incoming.http)
-    found = store.find_conversation(namespace, incoming.http.path_params["conversation_id"])
-    changed: StoredConversation = replace(
-        _known(found, incoming.http, "conversation_id"), metadata=body.metadata or {}
-    )
-    store.put_conversation(namespace, changed)
-    return vars(changed)
+    body, name = parse_known(ConversationUpdate, incoming.fields, {}), incoming.http.path_params["conversation_id"]
+
+    def update() -> Response:
+        found = context.kept(store_of).find_conversation(namespace_of_query(incoming.http), name)
+        known: StoredConversation = _known(found, incoming.http, "conversation_id")
+        return _kept(context, incoming, replace(known, metadata=body.metadata or {}))
+
+    return Change(update)
 
 
-@inspect
-def create_items(context: ApiContext, incoming: Incoming) -> Payload:
+def _kept(
+    context: ApiContext, incoming: Incoming, conversation: StoredConversation, items: Sequence[Item] = ()
+) -> Response:
+    context.kept(store_of).put_conversation(namespace_of_query(incoming.http), conversation, items)
+    return JsonBody(conversation)
+
+
+@planned
+def create_items(context: ApiContext, incoming: Incoming) -> Change:
     """Adds items to a conversation."""
     body = parse_known(NewItems, incoming.fields, {})
-    items = with_ids(_whole_items(body.items), uuid.uuid4().hex)
-    name = incoming.http.path_params["conversation_id"]
-    added = context.kept(store_of).add_items(namespace_of_query(incoming.http), name, items)
-    _known(added, incoming.http, "conversation_id")
-    return _page(items)
+    items, name = with_ids(_whole_items(body.items), uuid.uuid4().hex), incoming.http.path_params["conversation_id"]
+
+    def add() -> Response:
+        added = context.kept(store_of).add_items(namespace_of_query(incoming.http), name, items)
+        _known(added, incoming.http, "conversation_id")
+        return _page(Page(rows_of(items), has_more=False))
+
+    return Change(add)
 
 
 def _whole_items(items: list[Any]) -> list[Item]:
-    """Raises ApiError (400) for a reference."""
+    """Raises ApiError (400) for a reference, and for too many."""
+    if len(items) > MAX_MESSAGES:
+        raise wrong("items", f"at most {MAX_MESSAGES} items are taken at once")
     checked = check_items(items, "items")
     for index, item in enumerate(checked):
         if item["type"] == "item_reference":
@@ -192,10 +229,12 @@ def _whole_items(items: list[Any]) -> list[Item]:
     return checked
 
 
-async def _found(request: Request, param: str, ask: Ask) -> Any:
+async def _found(request: Request, param: str, ask: Ask, *, is_change: bool = False) -> Any:
     """Raises ApiError (404)."""
-    place = (context_of(request).kept(store_of), namespace_of_query(request), request.path_params[param])
-    return _known(await asyncio.to_thread(ask, *place), request, param)
+    context, place = context_of(request), (namespace_of_query(request), request.path_params[param])
+    threads = context.storing if is_change else context.reading
+    found = await threads.run(client_of(request), lambda: ask(context.kept(store_of), *place))
+    return _known(found, request, param)
 
 
 def _known(found: Any, request: Request, param: str) -> Any:
@@ -206,30 +245,48 @@ def _known(found: Any, request: Request, param: str) -> Any:
 
 
 async def _deleted(request: Request, param: str, delete: Ask, kind: str) -> Response:
-    await _found(request, param, delete)
+    await _found(request, param, delete, is_change=True)
     return JsonBody({"id": request.path_params[param], "object": kind, "deleted": True})
 
 
-def _page_of(items: Sequence[Item], request: Request) -> ItemList:
+async def _page_of(request: Request, kind: Kind) -> Response:
     """The items of `limit`, `order` and `after`; raises ApiError (400)."""
     asked = request.query_params
-    order, after, limit = asked.get("order", "desc"), asked.get("after"), asked.get("limit", "20")
+    order, limit = asked.get("order", "desc"), asked.get("limit", "20")
     if order not in ("asc", "desc"):
         raise wrong("order", "Input should be asc or desc")
     if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LIMIT:
         raise wrong("limit", f"Input should be a number from 1 to {MAX_LIMIT}")
-    ordered = list(items) if order == "asc" else list(reversed(items))
-    if after:
-        ids = [item["id"] for item in ordered]
-        if after not in ids:
-            raise wrong("after", f"there is no item {after[:200]!r} here")
-        ordered = ordered[ids.index(after) + 1 :]
-    return _page(ordered[: int(limit)], has_more=len(ordered) > int(limit))
+    wish = PageWish(int(limit), order == "asc", asked.get("after"))
+    return _page(
+        await _found(request, f"{kind}_id", lambda store, *place: store.page(place[0], kind, place[1], wish))
+    )
 
 
-def _page(items: Sequence[Item], *, has_more: bool = False) -> ItemList:
-    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": has_more}
+def _page(page: Page) -> Response:
+    """The JSON of an `ItemList`, without reading the items' own."""
+    ids = [json_text(item_id).encode() for item_id, _ in page.rows]
+    first, last = (ids[0], ids[-1]) if ids else (b"null", b"null")
+    more = b"true" if page.has_more else b"false"
+    data = [part for _, text in page.rows for part in (b",", text)][1:]
+    end = b'],"first_id":%b,"last_id":%b,"has_more":%b}' % (first, last, more)
+    return _json(b'{"object":"list","data":[', *data, end)
+
+
+def _json(*parts: bytes) -> Response:
+    """JSON, sent slice by slice if it is long: others have their turn in between."""
+    num_bytes = sum(map(len, parts))
+    if num_bytes <= SLICE_BYTES:
+        return Response(b"".join(parts), media_type="application/json")
+    told = {"content-length": str(num_bytes)}
+    return StreamingResponse(_slices(parts), media_type="application/json", headers=told)
+
+
+async def _slices(parts: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        for start in range(0, len(part), SLICE_BYTES):
+            yield part[start : start + SLICE_BYTES]
+            await asyncio.sleep(0)
 
 
 class ResponsesDialect(Dialect):

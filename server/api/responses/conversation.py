@@ -9,12 +9,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from models.prompt.shapes import Message
+from models.prompt.tokenize import spend, stop_if_abandoned
 from server.api import bodies
 from server.api.bodies import Body, BodyModel, Rules, Whole, parse_body, refused, validated
 from server.api.conversation import Conversation, ThinkingWish, can_continue
@@ -24,7 +26,7 @@ from server.api.openai import types
 from server.api.params import AnswerGrammar, shows_tools
 from server.api.responses.output import INPUT, SEARCH, ClientTool, Item, ToolSet, joined_name, reasoning_of
 from server.api.responses.store import ResponseStore, store_of
-from server.api.wire import MAX_MESSAGES
+from server.api.wire import MAX_MESSAGES, json_text
 from server.pool.served import ServedModel
 
 
@@ -399,20 +401,30 @@ def _is_skipped(item: Item) -> bool:
 
 def read_messages(items: Sequence[Item]) -> list[Message]:
     """Checked items as messages; there are no references and results of tool searches any more."""
-    messages: list[dict[str, Any]] = []
+    runs: list[list[Mapping[str, Any]]] = []
     previous = ""
     for item in items:
+        stop_if_abandoned()
         if _is_skipped(item):
             continue
         said, kind = _KINDS[item["type"]].model_validate(item).said(), item["type"]
-        last = messages[-1] if messages else {}
-        if not last.get("role") == said["role"] == "assistant" or kind == previous == "message":
-            messages.append({"content": "", **said})
+        if runs and runs[-1][-1]["role"] == said["role"] == "assistant" and not kind == previous == "message":
+            runs[-1].append(said)
         else:
-            added = {name: value for name, value in said.items() if name != "role"}
-            last |= {name: last[name] + value if name in last else value for name, value in added.items()}
+            runs.append([said])
         previous = kind
-    return [types.template_message(types.ChatMessage.model_validate(one)) for one in messages]
+    return [types.template_message(types.ChatMessage.model_validate(_one_message(run))) for run in runs]
+
+
+def _one_message(run: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """A message of what was said in a row; texts are joined once, however many they are."""
+    if len(run) == 1:
+        return {"content": "", **run[0]}
+    parts: dict[str, list[Any]] = {"content": [""]}
+    for name, value in (field for said in run for field in said.items()):
+        parts.setdefault(name, []).append(value)
+    calls = {"tool_calls": list(chain.from_iterable(parts.pop("tool_calls")))} if "tool_calls" in parts else {}
+    return {**{name: "".join(texts) for name, texts in parts.items()}, **calls, "role": run[0]["role"]}
 
 
 ID_PREFIX = "resp_"
@@ -462,8 +474,7 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
     before, session = _history(body, store, namespace)
     if len(before) + len(body.input) > MAX_MESSAGES:
         raise wrong("input", f"at most {MAX_MESSAGES} items make a prompt")
-    checked = enumerate(check_items(body.input))
-    new = with_ids([_resolved(item, index, before, store, namespace) for index, item in checked], name)
+    new = with_ids(list(_resolved(check_items(body.input), before, store, namespace)), name)
     items = [*before, *new]
     given = read_tools(body.tools or ())
     offered = given if shows_tools(model, given.shown, forbids_calls=body.forbids_calls) else ToolSet()
@@ -498,28 +509,41 @@ def _history(body: InputBody, store: ResponseStore, namespace: str) -> tuple[lis
         return items, conversation
     if name is None:
         return [], None
-    chain = store.chain(namespace, name)
-    if not chain:
+    links = store.chain(namespace, name)
+    if not links:
         raise _not_found("previous_response_id", f"there is no stored response {name[:200]!r}")
-    if chain[0].parent is not None:
-        why = f"the response {chain[0].parent!r}, which it goes on from, is not stored any more"
+    if links[0].parent is not None:
+        why = f"the response {links[0].parent!r}, which it goes on from, is not stored any more"
         raise _not_found("previous_response_id", why)
-    if chain[-1].body.get("status") in UNFINISHED:
+    if links[-1].status in UNFINISHED:
         raise wrong("previous_response_id", f"the response {name!r} has not reached its end")
-    return [item for response in chain for item in response.items], chain[0].session
+    return [item for one in links for item in one.items], links[0].session
 
 
-def _resolved(item: Item, index: int, before: Sequence[Item], store: ResponseStore, namespace: str) -> Item:
-    if item["type"] != "item_reference":
-        return item
-    wanted = item["id"]
-    found = next((one for one in before if one.get("id") == wanted), None)
-    if found is None and wanted.count("_") == 2:
-        response = store.find(namespace, f"resp_{wanted.split('_')[1]}")
-        found = next((one for one in response.items if one.get("id") == wanted), None) if response else None
-    if found is None:
-        raise _not_found(f"input[{index}].id", f"there is no stored item {wanted[:200]!r}")
-    return found
+def _resolved(items: Sequence[Item], before: Sequence[Item], store: ResponseStore, namespace: str) -> Iterator[Item]:
+    """The items, with what they refer to instead of references; raises what `spend` raises."""
+    known: dict[str, Item | None] = {one["id"]: one for one in reversed(before)}
+    sizes: dict[str, int] = {}
+    for index, item in enumerate(items):
+        if item["type"] != "item_reference":
+            yield item
+            continue
+        if (wanted := item["id"]) not in known:
+            text = _stored_item(wanted, store, namespace)
+            known[wanted] = None if text is None else json.loads(text)
+        if (found := known[wanted]) is None:
+            raise _not_found(f"input[{index}].id", f"there is no stored item {wanted[:200]!r}")
+        if wanted not in sizes:
+            sizes[wanted] = len(json_text(found))
+        spend(sizes[wanted], "input")
+        yield found
+
+
+def _stored_item(wanted: str, store: ResponseStore, namespace: str) -> bytes | None:
+    """An item of a response, whose name its id holds."""
+    spend(0, "input")
+    parts = wanted.split("_")
+    return store.find_item(namespace, "response", f"{ID_PREFIX}{parts[1]}", wanted) if len(parts) == 3 else None
 
 
 def _with_found(
@@ -527,14 +551,21 @@ def _with_found(
 ) -> tuple[ToolSet, list[Item]]:
     """The tools, found ones included, and the items, with definitions as the results of searches."""
     read: list[Item] = []
+    all_found: list[ToolSet] = []
+    digest: bytes | None = None
     for item in items:
         if item["type"] == "tool_search_output" and not _is_skipped(item):
             found = read_tools(item["tools"], "input.tools", defers=False)
             shown = {tool["function"]["name"]: tool for tool in found.shown}
-            first = json.dumps(next((one.get("content") for one in items if one.get("role") == "user"), None))
-            place = (namespace, hashlib.sha256(first.encode()).digest(), item["call_id"])
+            place = (namespace, digest := digest or _digest_of_first(items), item["call_id"])
             text = model.renderer.definitions.block(list(shown), shown, place) if shown else "No tool was found."
             item = {"type": "function_call_output", "call_id": item["call_id"], "output": text}
-            tools = tools.with_found(found)
+            all_found.append(found)
         read.append(item)
-    return tools, read
+    return tools.with_found(all_found), read
+
+
+def _digest_of_first(items: Sequence[Item]) -> bytes:
+    """Tells a conversation by what the user said first."""
+    first = json.dumps(next((one.get("content") for one in items if one.get("role") == "user"), None))
+    return hashlib.sha256(first.encode()).digest()

@@ -6,8 +6,8 @@ number by namespace, in bytes together, and in time. Event loop only.
 
 import asyncio
 import logging
-import sqlite3
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +28,7 @@ from server.api.record import CostsAtEnd, costs_of
 from server.api.responses import conversation
 from server.api.responses.conversation import ID_PREFIX, UNFINISHED, ReadInput, ResponsesBody, parse_known
 from server.api.responses.output import AnswerOutput, Item
-from server.api.responses.store import StoredResponse, store_of
+from server.api.responses.store import StoredResponse, holder_of, store_of
 from server.api.wire import Payload, body_of, sse_event
 from server.app.config import ServerConfig
 from server.engine.request import Finished, FinishReason, GenerationRequest, Progress, Started
@@ -160,7 +160,7 @@ class BackgroundRun:
         """The permit, the model and the slot of the request."""
         self.is_cancelled = self.has_ended = False
         self.events: list[bytes] = []
-        self.num_forgotten = 0
+        self.num_bytes = self.num_forgotten = 0
         """Of the first events."""
         self._grown = asyncio.Event()
         self._task: asyncio.Task[Any] | None = None
@@ -197,6 +197,7 @@ class BackgroundRun:
             with self.held:
                 async for event in events:
                     self.events.append(event)
+                    self.num_bytes += len(event)
                     note_bytes(len(event))
                     self._wake()
         finally:
@@ -205,6 +206,15 @@ class BackgroundRun:
             self.now, self.progress = (lambda: response), (lambda: "ended")
             self._wake()
             asyncio.get_running_loop().call_later(KEPT_SECONDS, self.forget)
+
+    def forget_half(self) -> int:
+        """Drops the first half of the events; returns their bytes."""
+        num_gone = (len(self.events) + 1) // 2
+        num_bytes = sum(map(len, self.events[:num_gone]))
+        del self.events[:num_gone]
+        self.num_forgotten += num_gone
+        self.num_bytes -= num_bytes
+        return num_bytes
 
     def _wake(self) -> None:
         grown, self._grown = self._grown, asyncio.Event()
@@ -225,29 +235,46 @@ class BackgroundRuns:
     def add(self, response: "_ResponseExchange", answer: Answer, held: ExitStack) -> BackgroundRun:
         """A new run, to be made, which takes over `held`; raises ApiError (429), which refuses the answer."""
         place = response.request.namespace, response.request.request_id
-        running = [space for (space, _), run in self._runs.items() if not run.has_ended]
-        if running.count(place[0]) >= MAX_RUNNING or len(running) >= MAX_RUNS:
+        running = [holder_of(space) for (space, _), run in self._runs.items() if not run.has_ended]
+        # Of what is left, nobody takes the last: a key that comes later finds some.
+        most = min(MAX_RUNNING, MAX_RUNS - len(running))
+        if running.count(holder_of(place[0])) >= most or not self._has_space(place):
             answer.is_refused = True
             why = f"{len(running)} responses are made in the background; wait for one, or cancel one"
             raise retry_later(Code.QUEUE_FULL, why, 5)
-        if len(self._runs) >= MAX_RUNS:
-            next(run for run in self._runs.values() if run.has_ended).forget()
         run = self._runs[place] = BackgroundRun(partial(self._forget, place), response, answer, held)
         return run
 
+    def _has_space(self, new: tuple[str, str]) -> bool:
+        """Whether one more may be kept: the oldest ended one of a key over its share is forgotten for it."""
+        if len(self._runs) < MAX_RUNS:
+            return True
+        held = Counter(holder_of(space) for space, _ in (*self._runs, new))
+        gone = (one for one, run in self._runs.items() if run.has_ended and _is_over(held, one, MAX_RUNS))
+        if (place := next(gone, None)) is not None:
+            self._forget(place)
+        return place is not None
+
     def note_bytes(self, num_bytes: int) -> None:
-        """Counts a new event, and forgets the first half of a run's events while all are too large."""
+        """Counts a new event; while all are too many, the oldest run of a key over its share loses the first half."""
         self._num_bytes += num_bytes
-        for run in list(self._runs.values()) if self._num_bytes > MAX_EVENT_BYTES else ():
-            while self._num_bytes > MAX_EVENT_BYTES and run.events:
-                num_gone = (len(run.events) + 1) // 2
-                self._num_bytes -= sum(map(len, run.events[:num_gone]))
-                del run.events[:num_gone]
-                run.num_forgotten += num_gone
+        while self._num_bytes > MAX_EVENT_BYTES:
+            held = Counter[str]()
+            for (space, _), run in self._runs.items():
+                held[holder_of(space)] += run.num_bytes
+            over = (run for one, run in self._runs.items() if run.events and _is_over(held, one, MAX_EVENT_BYTES))
+            if (fullest := next(over, None)) is None:
+                return
+            self._num_bytes -= fullest.forget_half()
 
     def _forget(self, place: tuple[str, str]) -> None:
         if (run := self._runs.pop(place, None)) is not None:
-            self._num_bytes -= sum(map(len, run.events))
+            self._num_bytes -= run.num_bytes
+
+
+def _is_over(held: Counter[str], place: tuple[str, str], most: int) -> bool:
+    """Whether a run's key holds more than its share of `most`."""
+    return len(+held) == 1 or held[holder_of(place[0])] * len(+held) > most
 
 
 @inspect
@@ -336,9 +363,9 @@ class _ResponseExchange(Exchange):
         try:
             async with limit:
                 if self._run is not None:
-                    await self._keep()
+                    await self._save()
                 yield {"type": "response.created", "response": self._response}
-                yield {"type": f"response.{self._response['status']}", "response": self._response}
+                yield self._told_status()
                 async for event in self._events(answer):
                     yield event
         except asyncio.CancelledError:
@@ -352,18 +379,19 @@ class _ResponseExchange(Exchange):
     async def _cut(self, status: Literal["failed", "cancelled"], error: ApiError | None = None) -> Payload:
         self._output.close("incomplete")
         code = "context_length_exceeded" if error and error.code is Code.CONTEXT_EXCEEDED else "server_error"
-        told = self._become(status, error=error and {"code": code, "message": error.message})
+        self._become(status, error=error and {"code": code, "message": error.message})
         if self._run is not None:
             self._run.held.close()
             await self._keep()
-        return told
+        return self._told_status()
 
     async def _events(self, answer: Answer) -> AsyncIterator[Payload]:
         async for event in answer.events():
             match event:
                 case Started():
                     if self._response["status"] == "queued":
-                        yield self._become("in_progress")
+                        self._become("in_progress")
+                        yield self._told_status()
                 case Progress(evaluated, total):
                     if evaluated < total:
                         yield {"type": "response.in_progress", "response": self._response}
@@ -371,32 +399,40 @@ class _ResponseExchange(Exchange):
                     status: PartStatus = "incomplete" if reason is FinishReason.LENGTH else "completed"
                     for told in self._output.close(status):
                         yield told
-                    ended = self._become(status, usage=_usage_of(event), **costs_of(event, self.request.session_id))
+                    self._become(status, usage=_usage_of(event), **costs_of(event, self.request.session_id))
                     kept_in = self._response["conversation"]
                     await self._keep(kept_in and kept_in["id"])
-                    yield ended
+                    yield self._told_status()
                 case _:
                     for told in self._output.add(event):
                         yield told
 
-    def _become(self, status: str, **changes: Any) -> Payload:
+    def _become(self, status: str, **changes: Any) -> None:
         if status == "completed":
             changes["completed_at"] = int(time.time())
         elif status == "incomplete":
             changes["incomplete_details"] = {"reason": "max_output_tokens"}
         self._response = {**self._response, "status": status, "output": self._output.ended, **changes}
-        return {"type": f"response.{status}", "response": self._response}
+
+    def _told_status(self) -> Payload:
+        return {"type": f"response.{self._response['status']}", "response": self._response}
 
     async def _keep(self, conversation_id: str | None = None) -> None:
+        """Stores the response, or says in it that it is not stored."""
+        try:
+            await self._save(conversation_id)
+        except ApiError as error:  # the answer itself is complete
+            logger.warning("%s: the response is not kept: %s", self._response["id"], error.message)
+            self._response = {**self._response, "store": False}
+
+    async def _save(self, conversation_id: str | None = None) -> None:
+        """Raises ApiError (507)."""
         if self._keeper is None:
             return
+        keeper, space = self._keeper, self.request.namespace
         name, parent = self._response["id"], self._response["previous_response_id"]
         kept = StoredResponse(name, dict(self._response), self._given.new, parent, self._given.session or name)
-        try:
-            store = self._keeper.kept(store_of)
-            await asyncio.to_thread(store.save, self.request.namespace, kept, conversation_id)
-        except sqlite3.Error as error:  # the answer itself is complete
-            logger.warning("%s: the response is not kept: %s", name, error)
+        await keeper.storing.run(space, lambda: keeper.kept(store_of).save(space, kept, conversation_id))
 
 
 ROUTES = (

@@ -47,11 +47,16 @@ class ToolSet:
     def callable_tools(self) -> list[Mapping[str, Any]]:
         return [*self.shown, *self.found]
 
-    def with_found(self, found: "ToolSet") -> "ToolSet":
+    def with_found(self, found: "Sequence[ToolSet]") -> "ToolSet":
         """Adds found tools; a known one stays unchanged."""
-        known = {tool["function"]["name"] for tool in self.callable_tools}
-        new = [tool for tool in found.shown if tool["function"]["name"] not in known]
-        return ToolSet(self.shown, {**found.by_name, **self.by_name}, [*self.found, *new])
+        known = {tool["function"]["name"]: tool for tool in self.callable_tools}
+        num_known, by_name = len(known), dict(self.by_name)
+        for one in found:
+            for tool in one.shown:
+                known.setdefault(tool["function"]["name"], tool)
+            for name, client_tool in one.by_name.items():
+                by_name.setdefault(name, client_tool)
+        return ToolSet(self.shown, by_name, [*self.found, *list(known.values())[num_known:]])
 
 
 def joined_name(namespace: str | None, name: str) -> str:

@@ -1,7 +1,14 @@
 """Responses and conversations in SQLite, in a file or in memory.
 
-No namespace sees another's. Above the limits, the least recently used chain or conversation goes first. A response
-holds its own input and output, and its parent's id. Methods block, and raise sqlite3.Error.
+No namespace sees another's. A response holds its own input and output, and its parent's id. Items are kept as JSON
+apart from bodies: what is read is neither parsed nor written again. Beyond the limits a key over its share of the
+store loses its least recently used chain or conversation first; what does not fit alone is refused and costs nothing.
+
+One connection writes to the file, and each thread reads with one of its own: the log written ahead lets them go on
+beside a writer, and beside other servers. In memory all share one connection, and hold it for as long as copying
+takes. A reserve, a file of bytes without meaning, lets go of space on a full disk, so that something can be deleted
+even there. Deleted data is overwritten, or on a full disk given back. For any thread; what cannot be kept raises
+ApiError (507), reading raises sqlite3.Error.
 """
 
 import json
@@ -10,75 +17,38 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+from models.prompt.tokenize import spend
+from server.api.errors import ApiError, Code, wrong
 from server.api.responses.output import Item
 from server.api.wire import json_text
 from server.app.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME: Final = "responses.sqlite3"
 MAX_RESPONSES: Final = 10_000
-MAX_DISK_BYTES: Final = 1 << 30
 MAX_MEMORY_BYTES: Final = 1 << 26
 MAX_CHAIN: Final = 10_000
 """Responses of one chain read for a prompt."""
-_MODE_ATTEMPTS: Final = 250
-_MODE_SECONDS: Final = 0.02
-_VERSION: Final = 1
-_SCHEMA: Final = """
-CREATE TABLE responses (
-    namespace TEXT NOT NULL, id TEXT NOT NULL, parent TEXT, session TEXT NOT NULL,
-    num_bytes INTEGER NOT NULL, input TEXT NOT NULL, body TEXT NOT NULL, PRIMARY KEY (namespace, id)
-);
-CREATE INDEX responses_by_chain ON responses (namespace, session, num_bytes);
-CREATE TABLE chains (
-    namespace TEXT NOT NULL, session TEXT NOT NULL, used INTEGER NOT NULL, PRIMARY KEY (namespace, session)
-);
-CREATE TABLE conversations (
-    namespace TEXT NOT NULL, id TEXT NOT NULL, created INTEGER NOT NULL, metadata TEXT NOT NULL,
-    used INTEGER NOT NULL, PRIMARY KEY (namespace, id)
-);
-CREATE TABLE conversation_items (
-    place INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, conversation TEXT NOT NULL,
-    id TEXT NOT NULL, item TEXT NOT NULL, num_bytes INTEGER NOT NULL
-);
-CREATE INDEX items_of_conversations ON conversation_items (namespace, conversation, num_bytes);
-"""
-_CHAIN: Final = """
-WITH RECURSIVE chain (id, parent, session, input, body, depth) AS (
-    SELECT id, parent, session, input, body, 0 FROM responses WHERE namespace = :namespace AND id = :id
-    UNION ALL
-    SELECT r.id, r.parent, r.session, r.input, r.body, depth + 1 FROM responses r JOIN chain c
-    ON r.id = c.parent AND r.namespace = :namespace WHERE depth < :limit
-)
-SELECT id, body, input, parent, session FROM chain ORDER BY depth DESC
-"""
-_SIZE: Final = """
-SELECT (SELECT COUNT(*) FROM responses) + (SELECT COUNT(*) FROM conversations),
-    (SELECT TOTAL(num_bytes) FROM responses) + (SELECT TOTAL(num_bytes) FROM conversation_items)
-"""
-_OLDEST: Final = """
-SELECT is_chain, namespace, name FROM (
-    SELECT 1 AS is_chain, namespace, session AS name, used FROM chains
-    UNION ALL SELECT 0, namespace, id, used FROM conversations
-) ORDER BY used LIMIT 1
-"""
-_ITEMS_DELETION: Final = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ?"
-_CONVERSATION_DELETION: Final = (_ITEMS_DELETION, "DELETE FROM conversations WHERE namespace = ? AND id = ?")
-_CHAIN_DELETION: Final = tuple(
-    f"DELETE FROM {one} WHERE namespace = ? AND session = ?" for one in ("responses", "chains")
-)
+MAX_PAGE_BYTES: Final = 1 << 24
+"""A page of items ends early above this."""
+ITEM_BYTES: Final = 256
+"""What keeping an item or a response takes, besides its JSON."""
+Kind: TypeAlias = Literal["response", "conversation"]
+Row: TypeAlias = tuple[str, bytes]
+"""An item's id and JSON."""
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """One response as it is kept."""
+    """One response to be kept."""
 
     id: str
     body: dict[str, Any]
@@ -87,9 +57,16 @@ class StoredResponse:
     session: str
     """The name of the chain."""
 
-    @property
-    def items(self) -> list[Item]:
-        return [*self.input, *self.body["output"]]
+
+@dataclass(frozen=True)
+class Link:
+    """One response of a chain, with its items and without its body."""
+
+    id: str
+    parent: str | None
+    session: str
+    status: str
+    items: Sequence[Item]
 
 
 @dataclass(frozen=True)
@@ -102,163 +79,490 @@ class StoredConversation:
     metadata: dict[str, str]
     object: Literal["conversation"] = "conversation"
 
+    @property
+    def num_bytes(self) -> int:
+        return ITEM_BYTES + len(json_text(self.metadata).encode())
+
+
+@dataclass(frozen=True)
+class PageWish:
+    """Which items of a list are wanted."""
+
+    limit: int
+    is_ascending: bool
+    after: str | None = None
+
+    def lacking(self) -> ApiError:
+        """The error of an unknown `after`."""
+        return wrong("after", f"there is no item {(self.after or '')[:200]!r} here")
+
+
+class Page(NamedTuple):
+    """Some items of a longer list."""
+
+    rows: Sequence[Row]
+    has_more: bool
+
+
+def rows_of(items: Sequence[Item]) -> list[Row]:
+    """Items as they are kept."""
+    return [(item["id"], json_text(item).encode()) for item in items]
+
+
+def num_bytes_of(rows: Sequence[Row]) -> int:
+    """What rows count for."""
+    return sum(ITEM_BYTES + len(item_id) + len(text) for item_id, text in rows)
+
+
+def holder_of(namespace: str) -> str:
+    """The key's part of a namespace: all its salts have one share."""
+    return namespace.partition("/")[0]
+
+
+def num_on_page(sizes: Sequence[int], limit: int) -> int:
+    """How many items of these sizes make a page, at least one."""
+    totals = accumulate(sizes[:limit])
+    return sum(number == 0 or total <= MAX_PAGE_BYTES for number, total in enumerate(totals))
+
+
+class Held(NamedTuple):
+    """What a chain or conversation takes of the store."""
+
+    name: Any
+    holder: str
+    sizes: Sequence[int]
+    """Bytes, and responses; a conversation counts as one."""
+
+
+def choose_evictions(held: Sequence[Held], kept: Collection[Any], max_bytes: int) -> list[Any]:
+    """The names to be dropped of `held`, which is in order of use; raises ApiError (507) if `kept` cannot stay."""
+    victims: dict[Any, None] = {}
+    for measure, limit in enumerate((max_bytes, MAX_RESPONSES)):
+        left = [one for one in held if one.name not in victims]
+        sums = Counter[str]()
+        for one in left:
+            sums[one.holder] += one.sizes[measure]
+        total, num_active = sums.total(), sum(map(bool, sums.values()))
+        for name, holder, sizes in left:
+            if total <= limit:
+                break
+            if name not in kept and (num_active == 1 or sums[holder] * num_active > limit):
+                victims[name] = None
+                sums[holder] -= sizes[measure]
+                total, num_active = total - sizes[measure], num_active - (not sums[holder])
+        if total > limit:
+            raise not_stored("it is larger than this key's share of the store")
+    return list(victims)
+
+
+def not_stored(why: str) -> ApiError:
+    """The error of what cannot be kept."""
+    return ApiError(Code.INSUFFICIENT_STORAGE, f"this cannot be stored: {why}")
+
+
+FILE_NAME: Final = "responses.sqlite3"
+MAX_DISK_BYTES: Final = 1 << 30
+RESERVE_BYTES: Final = 4 << 20
+_PAGES_PER_STEP: Final = 256
+_MODE_ATTEMPTS: Final = 250
+_MODE_SECONDS: Final = 0.02
+_VERSION: Final = 2
+_TABLES: Final = ("responses", "chains", "conversations", "conversation_items", "items", "threads")
+"""Those of earlier versions too."""
+_SCHEMA: Final = """
+CREATE TABLE threads (
+    thread INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, holder TEXT NOT NULL, kind TEXT NOT NULL,
+    name TEXT NOT NULL, used INTEGER NOT NULL, num_bytes INTEGER NOT NULL, number INTEGER NOT NULL,
+    created INTEGER, metadata TEXT, UNIQUE (namespace, kind, name)
+);
+CREATE INDEX threads_by_use ON threads (used);
+CREATE TABLE responses (
+    response INTEGER PRIMARY KEY AUTOINCREMENT, thread INTEGER NOT NULL, namespace TEXT NOT NULL, id TEXT NOT NULL,
+    parent TEXT, status TEXT NOT NULL, num_bytes INTEGER NOT NULL, body BLOB NOT NULL, UNIQUE (namespace, id)
+);
+CREATE INDEX responses_of_threads ON responses (thread);
+CREATE TABLE items (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, thread INTEGER NOT NULL, response INTEGER NOT NULL,
+    is_output INTEGER NOT NULL, id TEXT NOT NULL, item BLOB NOT NULL
+);
+CREATE INDEX items_in_order ON items (thread, response);
+CREATE INDEX items_by_id ON items (thread, response, id);
+"""
+"""A thread is a chain or a conversation; the items of a conversation have the response 0."""
+_CHAIN: Final = """
+WITH RECURSIVE chain (thread, response, parent, age) AS (
+    SELECT thread, response, parent, 0 FROM responses WHERE namespace = :namespace AND id = :name
+    UNION ALL SELECT r.thread, r.response, r.parent, age + 1 FROM chain c JOIN responses r
+    ON r.namespace = :namespace AND r.id = c.parent WHERE age < :limit
+)
+"""
+_LINKS: Final = f"""{_CHAIN}
+SELECT r.thread, r.response, r.id, r.parent, t.name, r.status FROM chain c
+CROSS JOIN responses r ON r.response = c.response CROSS JOIN threads t ON t.thread = r.thread ORDER BY age DESC
+"""
+_OWNER: Final[Mapping[Kind, str]] = {
+    "response": "SELECT thread, response, num_bytes FROM responses WHERE namespace = ? AND id = ?",
+    "conversation": "SELECT thread, 0, created, metadata FROM threads"
+    " WHERE namespace = ? AND kind = 'conversation' AND name = ?",
+}
+_LISTED: Final[Mapping[Kind, str]] = {
+    "response": f"{_CHAIN}, listed AS (SELECT -age AS age, place, id FROM chain CROSS JOIN items i"
+    " ON i.thread = chain.thread AND i.response = chain.response WHERE age > 0 OR NOT is_output)",
+    "conversation": "WITH listed AS (SELECT 0 AS age, place, i.id FROM threads t JOIN items i"
+    " ON i.thread = t.thread AND i.response = 0 WHERE namespace = :namespace AND kind = 'conversation'"
+    " AND name = :name)",
+}
+_ITEMS_OF: Final = "FROM items WHERE thread = ? AND response = ?"
+_Database: TypeAlias = sqlite3.Connection
+
 
 class ResponseStore:
-    """All stored responses and conversations. For any thread."""
+    """All stored responses and conversations."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path`: None for memory, which is also used if the file cannot be opened."""
+        """`path`: None for memory. Raises OSError and sqlite3.Error if the file cannot be opened."""
         self._path = path
-        self._lock = threading.Lock()
-        self._database: sqlite3.Connection | None = None
+        self._writing, self._own = threading.RLock(), threading.local()
+        self._readers: list[_Database] = []
+        if path is not None:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # The file holds conversations, so only its owner may read it; SQLite gives its other files the same mode.
+            path.touch(0o600)
+        self._writer = _prepared(path)
+        if path is not None:
+            self._keep_reserve()
+
+    def close(self) -> None:
+        """Ends all use."""
+        with self._writing, suppress(sqlite3.Error):
+            self._empty_log()
+            for database in (*self._readers, self._writer):
+                database.close()
 
     def save(self, namespace: str, response: StoredResponse, conversation: str | None = None) -> None:
         """Stores a response, also in an existing conversation, and marks its chain as used."""
-        given, body = json_text(response.input), json_text(response.body)
-        row = (namespace, response.id, response.parent, response.session, len(given) + len(body), given, body)
-        used = (namespace, response.session, time.time_ns())
-        with self._opened() as database:
-            database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-            database.execute("INSERT OR REPLACE INTO chains VALUES (?, ?, ?)", used)
-            if conversation is not None:
-                self._add(database, namespace, conversation, response.items)
-            self._evict(database)
+        rows, body = rows_of([*response.input, *response.body["output"]]), json_text(response.body).encode()
+        num_bytes, status = ITEM_BYTES + len(body) + num_bytes_of(rows), str(response.body.get("status"))
+        with self._change() as database:
+            threads = [_thread(database, namespace, "response", response.session)]
+            _drop_response(database, _owner(database, namespace, "response", response.id))
+            row = (threads[0], namespace, response.id, response.parent, status, num_bytes, body)
+            columns = "thread, namespace, id, parent, status, num_bytes, body"
+            inserted = database.execute(f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            assert inserted.lastrowid is not None, "a row was inserted"
+            _add(database, threads[0], inserted.lastrowid, rows, len(response.input))
+            _grow(database, threads[0], num_bytes, 1)
+            if conversation is not None and (joined := _owner(database, namespace, "conversation", conversation)):
+                threads.append(joined[0])
+                _add(database, joined[0], 0, rows)
+                _grow(database, joined[0], num_bytes_of(rows))
+            self._evict(database, threads)
 
-    def chain(self, namespace: str, response_id: str, num_before: int = MAX_CHAIN) -> list[StoredResponse]:
-        """A response and those before it, oldest first, if stored.
+    def chain(self, namespace: str, response_id: str) -> list[Link]:
+        """A response and those before it, oldest first, if stored; the first one has a parent if that was deleted.
 
-        The first one has a parent if the parent was deleted.
+        Raises what `spend` raises.
         """
-        place = {"namespace": namespace, "id": response_id, "limit": num_before}
-        with self._opened() as database:
-            rows = database.execute(_CHAIN, place).fetchall()
-        return [StoredResponse(row[0], *map(json.loads, row[1:3]), *row[3:]) for row in rows]
+        asked = {"namespace": namespace, "name": response_id, "limit": MAX_CHAIN}
+        with self._reading() as database:
+            found = database.execute(_LINKS, asked).fetchall()
+            texts = [_texts(database, *row[:2]) for row in found]
+        read = [list(map(json.loads, own)) for own in texts]
+        return [Link(*link, items) for (_, _, *link), items in zip(found, read, strict=True)]  # type: ignore[call-arg]
 
-    def find(self, namespace: str, response_id: str) -> StoredResponse | None:
-        """A response."""
-        return next(iter(self.chain(namespace, response_id, 0)), None)
+    def find(self, namespace: str, response_id: str) -> tuple[str, bytes] | None:
+        """A response's status and body."""
+        statement = "SELECT status, body FROM responses WHERE namespace = ? AND id = ?"
+        with self._reading() as database:
+            found: tuple[str, bytes] | None = database.execute(statement, (namespace, response_id)).fetchone()
+        return found
 
     def delete(self, namespace: str, response_id: str) -> bool:
         """Forgets a response; returns whether it was there. Responses that continue it lose their beginning."""
-        return self._forget((namespace, response_id), "DELETE FROM responses WHERE namespace = ? AND id = ?")
 
-    def put_conversation(self, namespace: str, conversation: StoredConversation) -> None:
-        """Stores a conversation, or new metadata for it."""
-        metadata = json_text(conversation.metadata)
-        row = (namespace, conversation.id, conversation.created_at, metadata, time.time_ns())
-        with self._opened() as database:
-            database.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?)", row)
-            self._evict(database)
+        def forget(database: _Database) -> bool:
+            found = _owner(database, namespace, "response", response_id)
+            _drop_response(database, found)
+            database.execute("DELETE FROM threads WHERE kind = 'response' AND number = 0")
+            return found is not None
+
+        return self._forget(forget)
+
+    def put_conversation(self, namespace: str, conversation: StoredConversation, items: Sequence[Item] = ()) -> None:
+        """Stores a conversation, or new metadata for it; adds items with ids."""
+        rows = rows_of(items)
+        with self._change() as database:
+            before = _conversation(database, namespace, conversation.id)
+            thread = _thread(database, namespace, "conversation", conversation.id)
+            changed = (conversation.created_at, json_text(conversation.metadata), thread)
+            database.execute("UPDATE threads SET created = ?, metadata = ? WHERE thread = ?", changed)
+            num_more = conversation.num_bytes - (before.num_bytes if before is not None else 0)
+            _add(database, thread, 0, rows)
+            _grow(database, thread, num_more + num_bytes_of(rows), int(before is None))
+            self._evict(database, [thread])
 
     def find_conversation(self, namespace: str, conversation_id: str) -> StoredConversation | None:
         """A conversation."""
-        statement = "SELECT created, metadata FROM conversations WHERE namespace = ? AND id = ?"
-        with self._opened() as database:
-            row = database.execute(statement, (namespace, conversation_id)).fetchone()
-        return None if row is None else StoredConversation(conversation_id, row[0], json.loads(row[1]))
+        with self._reading() as database:
+            return _conversation(database, namespace, conversation_id)
 
     def delete_conversation(self, namespace: str, conversation_id: str) -> bool:
         """Forgets a conversation; returns whether it was there."""
-        return self._forget((namespace, conversation_id), *_CONVERSATION_DELETION)
+
+        def forget(database: _Database) -> bool:
+            found = _owner(database, namespace, "conversation", conversation_id)
+            if found is not None:
+                _drop(database, found[0])
+            return found is not None
+
+        return self._forget(forget)
 
     def items(self, namespace: str, conversation_id: str) -> list[Item] | None:
-        """A conversation's items in order; None without the conversation."""
-        statement = "SELECT item FROM conversation_items WHERE namespace = ? AND conversation = ? ORDER BY place"
-        with self._opened() as database:
-            found = [json.loads(text) for (text,) in database.execute(statement, (namespace, conversation_id))]
-        return found if found or self.find_conversation(namespace, conversation_id) is not None else None
+        """A conversation's items in order; None without the conversation. Raises what `spend` raises."""
+        with self._reading() as database:
+            found = _owner(database, namespace, "conversation", conversation_id)
+            texts = None if found is None else _texts(database, found[0], 0)
+        return None if texts is None else list(map(json.loads, texts))
 
     def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> bool:
         """Adds items with ids; returns whether the conversation is there."""
-        with self._opened() as database:
-            return self._add(database, namespace, conversation_id, items)
+        found = self.find_conversation(namespace, conversation_id)
+        if found is not None:
+            self.put_conversation(namespace, found, items)
+        return found is not None
 
     def delete_item(self, namespace: str, item_id: str, conversation_id: str) -> bool:
         """Removes an item; returns whether it was there."""
-        return self._forget((namespace, conversation_id, item_id), f"{_ITEMS_DELETION} AND id = ?")
 
-    def _forget(self, place: Sequence[str], *statements: str) -> bool:
-        """Runs the deletions; returns whether the last one deleted a row.
+        def forget(database: _Database) -> bool:
+            found = _owner(database, namespace, "conversation", conversation_id)
+            place = (found[0] if found is not None else 0, 0, item_id)
+            rows = database.execute(f"SELECT id, item {_ITEMS_OF} AND id = ?", place).fetchall()
+            database.execute(f"DELETE {_ITEMS_OF} AND id = ?", place)
+            _grow(database, place[0], -num_bytes_of(rows))
+            return bool(rows)
 
-        Empties the log unless another server reads it.
-        """
-        with self._opened() as database:
-            *_, num_found = [database.execute(statement, place).rowcount for statement in statements]
-        with self._opened() as database:
-            database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        return num_found > 0
+        return self._forget(forget)
+
+    def find_item(self, namespace: str, kind: Kind, name: str, item_id: str) -> bytes | None:
+        """An item of a response or conversation."""
+        with self._reading() as database:
+            place = _owner(database, namespace, kind, name) or (0, 0)
+            statement = f"SELECT item {_ITEMS_OF} AND id = ? ORDER BY place LIMIT 1"
+            found = database.execute(statement, (*place[:2], item_id)).fetchone()
+        return None if found is None else bytes(found[0])
+
+    def page(self, namespace: str, kind: Kind, name: str, wish: PageWish) -> Page | None:
+        """Items of a conversation, or those before a response; raises ApiError (400)."""
+        order, sign = ("ASC", ">") if wish.is_ascending else ("DESC", "<")
+        listed, in_order = _LISTED[kind], f"ORDER BY age {order}, place {order}"
+        asked = {"namespace": namespace, "name": name, "limit": MAX_CHAIN, "after": wish.after, "age": 0, "place": 0}
+        with self._reading() as database:
+            if _owner(database, namespace, kind, name) is None:
+                return None
+            if wish.after:
+                first = f"{listed} SELECT age, place FROM listed WHERE id = :after {in_order} LIMIT 1"
+                if (found := database.execute(first, asked).fetchone()) is None:
+                    raise wish.lacking()
+                asked["age"], asked["place"] = found
+            behind = f"WHERE (age, place) {sign} (:age, :place)" if wish.after else ""
+            statement = f"{listed} SELECT place, id FROM listed {behind} {in_order} LIMIT {wish.limit + 1}"
+            places = database.execute(statement, asked).fetchall()
+            measured = "SELECT LENGTH(item) FROM items WHERE place = ?"
+            sizes = [database.execute(measured, (place,)).fetchone()[0] for place, _ in places]
+            taken = places[: num_on_page(sizes, wish.limit)]
+            read = "SELECT id, item FROM items WHERE place = ?"
+            return Page([database.execute(read, (place,)).fetchone() for place, _ in taken], len(taken) < len(places))
+
+    # ---------------------------------------------------------------------------------------------- transactions
 
     @contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
-        """Gives the database to one thread at a time, in a transaction."""
-        with self._lock:
-            if self._database is None:
-                self._database = _opened(self._path)
-            with self._database:
-                yield self._database
+    def _reading(self) -> Iterator[_Database]:
+        """A connection in a transaction that sees one state: this thread's own, in memory the only one."""
+        if self._path is None:
+            with self._writing:
+                yield self._writer
+            return
+        database: _Database | None = getattr(self._own, "database", None)
+        if database is None:
+            database = self._own.database = _connected(self._path)
+            _write_ahead(database)
+            self._readers.append(database)
+        database.execute("BEGIN")
+        try:
+            yield database
+        finally:
+            database.execute("ROLLBACK")
 
-    def _add(self, database: sqlite3.Connection, namespace: str, conversation_id: str, items: Sequence[Item]) -> bool:
-        used = "UPDATE conversations SET used = ? WHERE namespace = ? AND id = ?"
-        if database.execute(used, (time.time_ns(), namespace, conversation_id)).rowcount == 0:
-            return False
-        texts = [(item["id"], json_text(item)) for item in items]
-        rows = [(namespace, conversation_id, item_id, text, len(text)) for item_id, text in texts]
-        columns = "namespace, conversation, id, item, num_bytes"
-        database.executemany(f"INSERT INTO conversation_items ({columns}) VALUES (?, ?, ?, ?, ?)", rows)
-        self._evict(database)
-        return True
-
-    def _evict(self, database: sqlite3.Connection) -> None:
+    def _evict(self, database: _Database, kept: Sequence[int]) -> None:
         max_bytes = MAX_MEMORY_BYTES if self._path is None else MAX_DISK_BYTES
-        while True:
-            number, num_bytes = database.execute(_SIZE).fetchone()
-            is_within = number <= MAX_RESPONSES and num_bytes <= max_bytes
-            if is_within or (oldest := database.execute(_OLDEST).fetchone()) is None:
-                return
-            is_chain, *place = oldest
-            for statement in _CHAIN_DELETION if is_chain else _CONVERSATION_DELETION:
-                database.execute(statement, place)
+        num_bytes, number = database.execute("SELECT TOTAL(num_bytes), TOTAL(number) FROM threads").fetchone()
+        if num_bytes > max_bytes or number > MAX_RESPONSES:
+            rows = database.execute("SELECT thread, holder, num_bytes, number FROM threads ORDER BY used").fetchall()
+            held = [Held(thread, holder, sizes) for thread, holder, *sizes in rows]
+            for thread in choose_evictions(held, kept, max_bytes):
+                _drop(database, thread)
+
+    @contextmanager
+    def _change(self) -> Iterator[_Database]:
+        """The writing connection, in a transaction; raises ApiError (507) where the disk takes none."""
+        with self._writing:
+            try:
+                with self._writer as database:
+                    database.execute("BEGIN IMMEDIATE")
+                    yield database
+            except sqlite3.Error as error:
+                self._empty_log()  # which gives back what the attempt has written
+                raise not_stored(f"the file of responses cannot be written ({error})") from error
+
+    def _forget(self, work: Callable[[_Database], bool]) -> bool:
+        """Runs a deletion, also on a full disk; empties the log unless another server reads it."""
+        try:
+            with self._change() as database:
+                is_found = work(database)
+        except ApiError:
+            if self._path is None:
+                raise
+            with self._without_reserve(), self._change() as database:
+                is_found = work(database)
+        self._empty_log()
+        return is_found
+
+    def _empty_log(self) -> None:
+        """Does what can be done: the log may be read by another server, or the disk may fail."""
+        with self._writing, suppress(sqlite3.Error):
+            self._writer.execute("PRAGMA busy_timeout = 1000")
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._writer.execute("PRAGMA busy_timeout = 30000")
+
+    @contextmanager
+    def _without_reserve(self) -> Iterator[None]:
+        """In the block, deletions take little space; then free pages are given back to the disk."""
+        with self._writing:
+            self._reserve.unlink(missing_ok=True)
+            self._writer.execute("PRAGMA secure_delete = OFF")
+            try:
+                yield
+            finally:
+                with suppress(sqlite3.Error):
+                    self._give_back()
+                self._writer.execute("PRAGMA secure_delete = ON")
+                self._keep_reserve()
+
+    def _give_back(self) -> None:
+        free = "PRAGMA freelist_count"
+        num_free, num_before = self._writer.execute(free).fetchone()[0], -1
+        while num_free not in (0, num_before):
+            self._empty_log()
+            self._writer.execute(f"PRAGMA incremental_vacuum({_PAGES_PER_STEP})").fetchall()
+            num_free, num_before = self._writer.execute(free).fetchone()[0], num_free
+        self._empty_log()
+
+    @property
+    def _reserve(self) -> Path:
+        assert self._path is not None, "memory needs none"
+        return self._path.with_name(f"{self._path.name}-reserve")
+
+    def _keep_reserve(self) -> None:
+        with suppress(OSError):
+            self._reserve.touch(0o600)
+            if self._reserve.stat().st_size < RESERVE_BYTES:
+                self._reserve.write_bytes(os.urandom(RESERVE_BYTES))  # zeros take no space on some disks
 
 
 def store_of(config: ServerConfig) -> ResponseStore:
-    """The configured store."""
+    """The configured store, in memory also if the file cannot be opened."""
     if config.cache_disk_bytes is None:
         return ResponseStore()
-    return ResponseStore(Path(config.cache_dir).expanduser() / FILE_NAME)
+    path = Path(config.cache_dir).expanduser() / FILE_NAME
+    try:
+        return ResponseStore(path)
+    except (OSError, sqlite3.Error) as error:
+        logger.warning("responses are kept in memory, for %s cannot be opened: %s", path, error)
+        return ResponseStore()
 
 
-def _opened(path: Path | None) -> sqlite3.Connection:
-    if path is not None:
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # The file holds conversations, so only its owner may read it; SQLite gives its other files the same mode.
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-            return _prepared(str(path))
-        except (OSError, sqlite3.Error) as error:
-            logger.warning("responses are kept in memory, for %s cannot be opened: %s", path, error)
-    return _prepared(":memory:")
+def _owner(database: _Database, namespace: str, kind: Kind, name: str) -> tuple[int, int, Any, Any] | None:
+    """Thread and response of items, and what else `_OWNER` says."""
+    found: tuple[int, int, Any, Any] | None = database.execute(_OWNER[kind], (namespace, name)).fetchone()
+    return found
 
 
-def _prepared(name: str) -> sqlite3.Connection:
-    database = sqlite3.connect(name, timeout=30, check_same_thread=False)
+def _conversation(database: _Database, namespace: str, name: str) -> StoredConversation | None:
+    found = _owner(database, namespace, "conversation", name)
+    return None if found is None else StoredConversation(name, found[2], json.loads(found[3]))
+
+
+def _texts(database: _Database, thread: int, response: int) -> list[bytes]:
+    """An owner's items in order; raises what `spend` raises."""
+    found: list[bytes] = []
+    for (text,) in database.execute(f"SELECT item {_ITEMS_OF} ORDER BY place", (thread, response)):
+        spend(len(text), "input")
+        found.append(text)
+    return found
+
+
+def _thread(database: _Database, namespace: str, kind: Kind, name: str) -> int:
+    """A new or known thread."""
+    row = (namespace, holder_of(namespace), kind, name)
+    columns = "namespace, holder, kind, name, used, num_bytes, number"
+    database.execute(f"INSERT OR IGNORE INTO threads ({columns}) VALUES (?, ?, ?, ?, 0, 0, 0)", row)
+    statement = "SELECT thread FROM threads WHERE namespace = ? AND kind = ? AND name = ?"
+    return int(database.execute(statement, (namespace, kind, name)).fetchone()[0])
+
+
+def _add(database: _Database, thread: int, response: int, rows: Sequence[Row], num_input: int = 0) -> None:
+    told = [(thread, response, at >= num_input, item_id, text) for at, (item_id, text) in enumerate(rows)]
+    columns = "thread, response, is_output, id, item"
+    database.executemany(f"INSERT INTO items ({columns}) VALUES (?, ?, ?, ?, ?)", told)
+
+
+def _grow(database: _Database, thread: int, num_bytes: int, number: int = 0) -> None:
+    """Counts, and marks as used: by a counter, since clocks go back."""
+    changes = "used = (SELECT MAX(used) + 1 FROM threads), num_bytes = num_bytes + ?, number = number + ?"
+    database.execute(f"UPDATE threads SET {changes} WHERE thread = ?", (num_bytes, number, thread))
+
+
+def _drop_response(database: _Database, owner: tuple[int, int, Any, Any] | None) -> None:
+    if owner is not None:
+        database.execute(f"DELETE {_ITEMS_OF}", owner[:2])
+        database.execute("DELETE FROM responses WHERE response = ?", owner[1:2])
+        _grow(database, owner[0], -owner[2], -1)
+
+
+def _drop(database: _Database, thread: int) -> None:
+    for table in ("items", "responses", "threads"):
+        database.execute(f"DELETE FROM {table} WHERE thread = ?", (thread,))
+
+
+def _connected(path: Path | None) -> _Database:
+    return sqlite3.connect(path or ":memory:", timeout=30, check_same_thread=False, isolation_level=None)
+
+
+def _prepared(path: Path | None) -> _Database:
+    database = _connected(path)
+    database.execute("PRAGMA auto_vacuum = INCREMENTAL")
     _write_ahead(database)
-    database.execute("PRAGMA synchronous = NORMAL")
     # Overwrites deleted data.
-    database.execute("PRAGMA secure_delete = ON")
+    database.execute(f"PRAGMA secure_delete = {'OFF' if path is None else 'ON'}")
     with database:
         # Another server may open the file at the same moment: one makes the tables, the other waits and finds them.
         database.execute("BEGIN IMMEDIATE")
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version != _VERSION:
             _make_tables(database)
+    if version not in (0, _VERSION):
+        logger.warning("%s was written by another version: the responses in it are not kept", path)
+        database.execute("VACUUM")  # from here on, free pages can be given back
     return database
 
 
-def _write_ahead(database: sqlite3.Connection) -> None:
+def _write_ahead(database: _Database) -> None:
     """Retries, since SQLite does not wait while another server sets the mode."""
     for attempt in range(_MODE_ATTEMPTS):
         try:
             database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
         except sqlite3.OperationalError:
             if attempt == _MODE_ATTEMPTS - 1:
                 raise
@@ -267,8 +571,8 @@ def _write_ahead(database: sqlite3.Connection) -> None:
             return
 
 
-def _make_tables(database: sqlite3.Connection) -> None:
-    for table in ("responses", "chains", "conversations", "conversation_items"):
+def _make_tables(database: _Database) -> None:
+    for table in _TABLES:
         database.execute(f"DROP TABLE IF EXISTS {table}")
     for statement in _SCHEMA.split(";"):
         database.execute(statement)

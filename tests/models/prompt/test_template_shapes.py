@@ -13,7 +13,7 @@ import pytest
 
 import models.prompt.template_sandbox
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError
-from models.prompt.shapes import SHAPES
+from models.prompt.shapes import SHAPES, Reshape, late_system_in_words, users_joined
 from tests.support import tiny_models
 
 PLAIN_CALLS = """\
@@ -320,3 +320,20 @@ def test_what_a_template_changes_is_its_own() -> None:
     talk, tools = [dict(ASK)], [dict(TOOLS[0])]
     assert renderer.render(talk, tools).text == renderer.render(talk, tools).text == "wx wadded "
     assert (talk, tools) == ([ASK], [TOOLS[0]])
+
+
+class Text(str):
+    """Counts the characters that are copied to put something behind it."""
+
+    copied = 0
+
+    def __add__(self, other: str) -> "Text":
+        Text.copied += len(self) + len(other)
+        return Text(str.__add__(self, other))
+
+
+@pytest.mark.parametrize(("role", "change"), [("user", users_joined), ("system", late_system_in_words)])
+def test_many_messages_are_joined_once(role: str, change: Reshape) -> None:
+    said = [{"role": "user", "content": Text("x" * 100)}, *[{"role": role, "content": Text("z" * 100)}] * 500]
+    (joined,) = change(said)
+    assert joined["content"].count("z") == 50_000 and Text.copied < 200_000

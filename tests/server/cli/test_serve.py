@@ -210,9 +210,10 @@ def test_what_is_made_in_the_background_at_the_end_is_stored_with_what_there_is(
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
         assert "Traceback" not in server.output and server.output.count(name) == 1
+    assert not [file for file in tmp_path.iterdir() if file.name.endswith(("-wal", "-shm"))]
     kept = ResponseStore(tmp_path / FILE_NAME).find("", name)
-    assert kept is not None and kept.body["status"] == "failed"
-    assert kept.body["error"]["message"] == "the server is stopping"
+    assert kept is not None and kept[0] == "failed"
+    assert json.loads(kept[1])["error"]["message"] == "the server is stopping"
 
 
 def test_a_cache_folder_that_cannot_be_used_ends_the_start_before_the_model_is_loaded(

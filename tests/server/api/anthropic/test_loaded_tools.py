@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
+from models.prompt import tokenize
 from server.api.anthropic import api as messages_module
 from server.api.anthropic.tool_search import BM25, MAX_FOUND, MAX_SECONDS, REGEX, SearchFailed, find_tools
 from server.app.config import ServerConfig
@@ -492,3 +493,22 @@ def test_a_load_costs_its_definition_and_the_next_turn_its_message() -> None:
         gone = [one for one in tools if one["name"] != "tool_7"]
         _, read = evaluated(later, gone)
         assert read >= count(loaded) - 8, "its server has gone, and nothing is evaluated again"
+
+
+def test_a_definition_that_is_shown_again_and_again_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenize, "MAX_REPEATED_BYTES", 300_000)
+    served = roomy()
+    tools = [SEARCH, deferred("ledger", "d" * 50_000)]
+    turns = [loading("ledger", call=f"toolu_{number}") for number in range(40)]
+    assert served.post(COUNT, messages=[HI, *turns[0], *turns[1]], tools=tools).status_code == 200
+    drawn = len(served.renderer.calls)
+    refused = served.post(COUNT, messages=[HI, *(one for turn in turns for one in turn)], tools=tools)
+    assert refused.status_code == 400 and "more than 300000 bytes" in refused.json()["error"]["message"]
+    assert len(served.renderer.calls) - drawn < 20, "the work ends there"
+
+
+def test_a_search_reads_the_beginning_of_a_long_description() -> None:
+    tools = [{"function": {"name": "a", "description": "x " * 40_000 + "needle"}}]
+    for search in (REGEX, BM25):
+        assert find_tools(search, {"query": "needle"}, tools) == []
+        assert find_tools(search, {"query": "x"}, tools) == ["a"]

@@ -65,7 +65,5 @@ def test_items_tools_and_limits_are_documented() -> None:
 
 def test_the_limits_of_responses_in_the_background_are_documented() -> None:
     text = section("In the background")
-    assert (
-        f"{MAX_RUNNING} for a key and salt, {MAX_RUNS} in all" in text and f"{MAX_EVENT_BYTES / 1e6:.1f} MB" in text
-    )
+    assert f"{MAX_RUNNING} for a key, {MAX_RUNS} in all" in text and f"{MAX_EVENT_BYTES / 1e6:.1f} MB" in text
     assert "two hours" in text and MAX_SECONDS == 2 * 3600 and "ten minutes after" in text and KEPT_SECONDS == 600

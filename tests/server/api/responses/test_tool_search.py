@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import Any
 
 import openai
 import pytest
 from starlette.testclient import TestClient
 
+from models.prompt import tokenize
+from server.api.responses.conversation import read_messages, read_tools
 from server.app.config import ServerConfig
 from tests.support.apps import create_app
 from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
@@ -111,6 +114,56 @@ def test_a_search_that_found_nothing_says_so() -> None:
     served = Served()
     served.ask(tools=[SEARCH], input=searched())
     assert served.text(2) == "No tool was found."
+
+
+def test_many_results_cost_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = list[int]()
+
+    def counted(data: bytes) -> Any:
+        digests.append(len(data))
+        return sha256(data)
+
+    monkeypatch.setattr("server.api.responses.conversation.hashlib.sha256", counted)
+    served = Served()
+    items = [one for number in range(200) for one in searched(office(f"t{number % 50}"), call=f"c{number}")[1:]]
+    served.ask(tools=[SEARCH], input=[{**ASK, "content": "x" * 5000}, *items])
+    assert sum(size > 5000 for size in digests) == 1, "what the user said first is read once"
+    monkeypatch.setattr(tokenize, "MAX_REPEATED_BYTES", 300_000)
+    big = office("big", description="d" * 50_000)
+    refused = served.client.post(
+        "/v1/responses", json={"tools": [SEARCH], "input": [ASK, *searched(*[big], call="a")[1:] * 20]}
+    )
+    assert refused.status_code == 400 and "more than 300000 bytes" in refused.json()["error"]["message"]
+
+
+def test_found_tools_are_joined_in_order_and_the_first_wording_stays() -> None:
+    found = [
+        read_tools([office(name, description=name * number)]) for number, name in enumerate(["ab", "b", "ab"], 1)
+    ]
+    given = read_tools([office("own")])
+    joined = given.with_found(found)
+    assert [tool["function"]["name"] for tool in joined.callable_tools] == [
+        f"mcp__office__{name}" for name in ("own", "ab", "b")
+    ]
+    assert joined.found[0]["function"]["description"] == "ab" and set(joined.by_name) == {
+        f"mcp__office__{name}" for name in ("own", "ab", "b")
+    }
+
+
+class Text(str):
+    """Counts how many characters are copied behind it."""
+
+    copied = 0
+
+    def __add__(self, other: str) -> "Text":
+        Text.copied += len(self) + len(other)
+        return Text(str.__add__(self, other))
+
+
+def test_thoughts_in_a_row_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.api.responses.conversation.reasoning_of", lambda *texts: Text("x" * 100))
+    (message,) = read_messages([{"type": "reasoning"}] * 500)
+    assert len(message["reasoning_content"]) == 50_000 and Text.copied < 200_000
 
 
 def test_searches_of_another_server_are_left_out() -> None:
