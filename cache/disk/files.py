@@ -41,6 +41,9 @@ def as_owner(path: str, flags: int) -> int:
 class FileSystem:
     """What the tier asks of the system. Any call may raise OSError. Any thread."""
 
+    num_writes = 0
+    """Blocks written so far: a sign of progress."""
+
     def make_folder(self, path: Path) -> None:
         """Creates a missing folder that only its owner can enter."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -158,6 +161,7 @@ def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], meta
             for start in range(0, len(tensor.rows), tensor.block_rows):
                 block = np.ascontiguousarray(tensor.rows[start : start + tensor.block_rows])
                 file.write(block.data)
+                files.num_writes += 1
                 checksums += _checksum(block.data)
                 num_bytes += block.nbytes
         file.write(checksums)

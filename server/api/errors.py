@@ -11,7 +11,15 @@ from enum import StrEnum
 from models.errors import EmbeddingUnsupported, InvalidParameter, PromptTooLong
 from models.prompt.chat_template import ChatTemplateError
 from server.app.keys import OverLimit
-from server.engine.request import AnswerUnbound, EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull
+from server.engine.request import (
+    AnswerUnbound,
+    EngineError,
+    EngineStopped,
+    EngineStuck,
+    OutOfMemory,
+    PromptTooLarge,
+    QueueFull,
+)
 from server.pool.names import ModelInUse, ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
 
 logger = logging.getLogger(__name__)
@@ -67,6 +75,7 @@ class Code(StrEnum):
     NO_FREE_SLOT = "no_free_slot", 503
     INSUFFICIENT_STORAGE = "insufficient_storage", 507
     SERVER_STOPPING = "server_stopping", 503
+    ENGINE_STUCK = "engine_stuck", 503
     TOO_MANY_CONNECTIONS = "too_many_connections", 503
     TOO_MANY_LISTENERS = "too_many_listeners", 503
 
@@ -114,6 +123,7 @@ _CODES: Mapping[type[Exception], Code] = {
     QueueFull: Code.QUEUE_FULL,
     OverLimit: Code.RATE_LIMIT_EXCEEDED,
     PoolBusy: Code.MODELS_BUSY,
+    EngineStuck: Code.ENGINE_STUCK,
     OutOfMemory: Code.OUT_OF_MEMORY,
     ModelUnknown: Code.MODEL_NOT_FOUND,
     ModelNameNeeded: Code.MISSING_PARAMETER,
@@ -132,7 +142,7 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(Code.TEMPLATE_ERROR, message, "messages")
         case InvalidParameter() | EmbeddingUnsupported() | AnswerUnbound():
             return ApiError(Code.INVALID_VALUE, str(error), error.param)
-        case QueueFull() | OverLimit() | PoolBusy() | OutOfMemory():
+        case QueueFull() | OverLimit() | PoolBusy() | OutOfMemory() | EngineStuck():
             return retry_later(_CODES[type(error)], str(error) or "not enough memory", error.retry_after_seconds)
         case EngineStopped():
             return stopped()

@@ -11,6 +11,7 @@ can reach the loopback address, so pages may do nothing unless they come from th
   other types if the dialect allows: browsers send `Origin` or `Sec-Fetch-…` with every body.
 """
 
+import asyncio
 import logging
 import re
 import time
@@ -29,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api import PRODUCT
 from server.api.bodies import Body, Rules, parse_body
 from server.api.dialect import Dialect, body_of_request, context_of, dialect_of, namespace_of
-from server.api.errors import ApiError, Code, explain
+from server.api.errors import ApiError, Code, explain, stopped
 from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.sessions import Refusal, ascii_text
 from server.api.wire import parse_object
@@ -241,6 +242,11 @@ class ErrorBoundary:
             if has_started:
                 raise
             await dialect.error_response(answer)(scope, receive, tracked)
+        except asyncio.CancelledError:  # by uvicorn, which would log a traceback and answer in plain text
+            if not context_of(Request(scope)).is_draining:
+                raise
+            if not has_started:
+                await dialect.error_response(stopped())(scope, receive, tracked)
 
     def _check(self, request: Request) -> None:
         """Raises ApiError before a body is read."""

@@ -74,6 +74,8 @@ class ServerConfig:
     heartbeat_seconds: float = 5.0
     client_seconds: float = 10.0
     drain_seconds: float = 10.0
+    stuck_after_seconds: float = 60.0
+    exit_when_stuck: bool = False
     log_level: str = "info"
     log_format: str = "text"
 

@@ -245,7 +245,8 @@ def install() -> None:
     for name in config.models:
         resolve(name)
     manager = find_manager(os.environ)
-    manager.install([*own_program(sys.argv[0]), "serve"], seen, int(config.drain_seconds) + STOP_SECONDS)
+    command = [*own_program(sys.argv[0]), "serve", "--exit-when-stuck"]
+    manager.install(command, seen, int(config.drain_seconds) + STOP_SECONDS)
     typer.echo(f"The server starts now and when you log in; {manager.file} says how.")
     typer.echo(f"Its settings are those of {config_file(seen)}; after a change install it again.")
     for name in os.environ:

@@ -1,7 +1,6 @@
 """Ctrl-C and SIGTERM during calls that Python cannot leave by itself, and keys typed during an answer."""
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import shutil
@@ -9,8 +8,6 @@ import signal
 import sys
 import tempfile
 import termios
-import threading
-import time
 import tty
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,42 +73,6 @@ def held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-LOOK_SECONDS = 0.1
-PUT_OFF_SECONDS = signal.SIGTERM - 1
-
-
-class Sigterm:
-    """SIGTERM ends the process even where Python's own handler cannot run, since a thread never gives its lock back.
-
-    The handler is the C library's `alarm`, with the signal's number for its seconds: it may run on any thread, also
-    one that is not Python's. A thread of ours finds the alarm set, calls `on_signal`, and postpones the alarm again
-    and again. If that thread cannot run for so long, the process exits with SIGALRM's number.
-    """
-
-    def __init__(self, on_signal: Callable[[], object]) -> None:
-        """Main thread only, once in a process."""
-        self.on_signal = on_signal
-        libc = ctypes.CDLL(None)
-        # Not the default action: it does nothing to the first process of a container.
-        libc.signal(int(signal.SIGALRM), libc._exit)
-        libc.signal(int(signal.SIGTERM), libc.alarm)
-        with held_back():
-            threading.Thread(target=self._watch, name="sigterm", daemon=True).start()
-
-    def _watch(self) -> None:
-        while not signal.getitimer(signal.ITIMER_REAL)[0]:
-            time.sleep(LOOK_SECONDS)
-        put_off_to = 0.0
-        while True:
-            now = time.monotonic()
-            remaining, _ = signal.setitimer(signal.ITIMER_REAL, PUT_OFF_SECONDS)
-            # Another signal has set the alarm to at least a second later.
-            if now + remaining > put_off_to + 0.5:
-                self.on_signal()
-            put_off_to = time.monotonic() + PUT_OFF_SECONDS
-            time.sleep(LOOK_SECONDS)
 
 
 @contextlib.contextmanager

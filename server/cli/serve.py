@@ -50,7 +50,8 @@ from server.app.memory_budget import Claim, OwnClaim, read_machine
 from server.app.service import Service, open_service, source_of
 from server.app.upkeep import Upkeep, exclude_from_backups
 from server.cli.bench import kernels_text
-from server.cli.keys import Sigterm, interruptible
+from server.cli.keys import interruptible
+from server.cli.watchdog import Hangs, Watchdog
 from server.pool.catalog import Catalog
 from server.pool.memory import PoolSettings
 from server.pool.names import parse_alias, parse_keep_alive
@@ -222,7 +223,8 @@ KERNEL_BACKLOG = 2048
 def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
     """Returns the exit status. Raises ConfigError, StartError, ModelError and FolderError."""
     configure_logging(config.log_level, config.log_format)
-    sigterm = Sigterm(lambda: os._exit(0))
+    hangs = Hangs(config.stuck_after_seconds, exits=config.exit_when_stuck)
+    watchdog = Watchdog(hangs, lambda: os._exit(0))
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     with contextlib.ExitStack() as stack:
         listeners = list(map(stack.enter_context, bind(config.host, config.port)))
@@ -243,12 +245,14 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
             app, limits = create_pool_app(pool, config, keys=keys), Limits(config.client_seconds, max_connections)
             http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
             report = partial(_show_banner, console, service, config, around)
-            server = _Server(http_config, pool, config.drain_seconds, report)
-            asyncio.run(_serve(server, config, listeners, sigterm, _make_upkeep(server, config, claim)))
+            server = _Server(http_config, pool, config.drain_seconds, report, watchdog.end)
+            hangs.engines = lambda: pool.watched
+            watchdog.take_ctrl_c()
+            asyncio.run(_serve(server, config, listeners, watchdog, _make_upkeep(server, config, claim)))
         finally:
             # The process ends in a moment anyway; a signal now would only change the exit status.
-            sigterm.on_signal = lambda: None
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            watchdog.on_signal = lambda: None
+            watchdog.end()
             pool.stop()
         return server.status
 
@@ -408,11 +412,18 @@ class _Server(uvicorn.Server):
 
     config: HttpConfig
 
-    def __init__(self, config: HttpConfig, pool: ModelPool, drain_seconds: float, report: Callable[[], None]) -> None:
-        """`report` is called once requests can come."""
+    def __init__(
+        self,
+        config: HttpConfig,
+        pool: ModelPool,
+        drain_seconds: float,
+        report: Callable[[], None],
+        tell_end: Callable[[], None],
+    ) -> None:
+        """`report` is called once requests can come, `tell_end` at each step towards the end."""
         super().__init__(config)
         self.app, self.pool = cast(Starlette, config.app), pool
-        self._drain_seconds, self._report = drain_seconds, report
+        self._drain_seconds, self._report, self._tell_end = drain_seconds, report, tell_end
         self.draining: asyncio.Task[None] | None = None
         self.status = 0
 
@@ -445,15 +456,19 @@ class _Server(uvicorn.Server):
             logging.shutdown()
             # The worker may be inside a step, and an interpreter that ends around it would abort noisily.
             os._exit(130)
+        self._tell_end()
         start_draining(self.app)
         self.draining = asyncio.get_running_loop().create_task(self._drain(num_running))
 
     async def _drain(self, num_running: int) -> None:
         if num_running:
             logger.info("stopping: %d running, up to %g s to finish", num_running, self._drain_seconds)
-        if not await self.pool.drain(self._drain_seconds):
+        if await self.pool.drain(self._drain_seconds):
+            self._tell_end()
+        else:
             logger.warning("stopping: what still runs ends now")
         await asyncio.to_thread(self.pool.stop)
+        self._tell_end()
         self.should_exit = True
 
 
@@ -467,12 +482,12 @@ def _make_upkeep(server: _Server, config: ServerConfig, claim: OwnClaim | None) 
 
 
 async def _serve(
-    server: _Server, config: ServerConfig, listeners: list[socket.socket], sigterm: Sigterm, upkeep: Upkeep
+    server: _Server, config: ServerConfig, listeners: list[socket.socket], watchdog: Watchdog, upkeep: Upkeep
 ) -> None:
     server.pool.watch()
     loop, state = asyncio.get_running_loop(), server.app.state.api
-    loop.add_signal_handler(signal.SIGINT, server.signalled)
-    sigterm.on_signal = partial(loop.call_soon_threadsafe, server.signalled)
+    watchdog.hangs.post = loop.call_soon_threadsafe
+    watchdog.on_signal = partial(loop.call_soon_threadsafe, server.signalled)
     if config.api_keys_file is not None:
         loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, server.app, config))
     rounds = loop.create_task(upkeep.run())
@@ -484,6 +499,7 @@ async def _serve(
         rounds.cancel()
     if server.draining is not None:
         await server.draining
+    watchdog.end()
     if state.background:
         # Responses in the background are stored with their text so far.
         await asyncio.wait(state.background, timeout=STORE_SECONDS)

@@ -10,17 +10,19 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from cache.budget import Journal, Tell
 from cache.disk import model_folders
+from cache.disk.files import FileSystem
 from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
 from cache.layers.layout import CHUNK_TOKENS
@@ -40,6 +42,7 @@ from server.engine.request import (
     DraftSource,
     EngineStats,
     EngineStopped,
+    EngineStuck,
     Failed,
     GenerationRequest,
     QueueFull,
@@ -55,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 
 CALIBRATION_TOKENS = 8
+MAX_CALIBRATIONS = 5
+CALIBRATION_SECONDS = 0.5
 EXPECTED_TOKENS = 512
 """Output that live buffers are sized for."""
 MAX_IN_FLIGHT_BYTES = 1 << 30
@@ -104,9 +109,19 @@ class Engine:
     Messages to the worker are bounded in number, and each is handled in order or, once the worker has ended, refused.
     """
 
-    def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig) -> None:
+    pulse = 0
+    """Counts up as the worker begins and ends something: odd while it works. Any thread may read it."""
+    start_seconds = 0.0
+    """What no step takes, by the start: the trial, which may compile kernels, and two chunks."""
+    stuck_seconds: float | None = None
+    """How long one step has lasted, where that is a hang. Whoever sets it then calls `fail_waiting`."""
+    num_stuck = 0
+
+    def __init__(
+        self, make_worker: Callable[[], Worker], config: EngineConfig, files: FileSystem | None = None
+    ) -> None:
         """`make_worker` runs on the worker thread, which owns all that is made on the device."""
-        self._make_worker, self._config = make_worker, config
+        self._make_worker, self._config, self._files = make_worker, config, files or FileSystem()
         self._parks = False
         self._kept: EngineState | None = None
         self._messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
@@ -117,6 +132,8 @@ class Engine:
         self._pace = QueuePace()
         self._num_open = self._num_commands = 0
         """Unfinished requests; waiting commands."""
+        self._generations, self._results = weakref.WeakSet[Generation](), set[asyncio.Future[Any]]()
+        """What clients wait for. Event loop only."""
         self._mailbox: Mailbox | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
         self._is_accepting = False
@@ -135,6 +152,7 @@ class Engine:
             logger.warning("the files of %s have changed: its conversations begin anew", loaded.name)
             kept.prefix_cache.clear()
             kept = None
+        files = FileSystem()
 
         def make_worker() -> Worker:
             runner = Runner(
@@ -147,8 +165,8 @@ class Engine:
             )
             if loaded.no_draft:
                 runner.drafts_form += f"; {loaded.no_draft}"
-            state = _state_of(runner, config, loaded, kept)
-            _calibrate(runner, state.prefix_cache)
+            state = _state_of(runner, config, loaded, kept, files)
+            token_seconds = _calibrate(runner, state.prefix_cache)
             give_back()  # buffers left by reading the weights and trying the model
             worker = Worker(
                 runner,
@@ -163,9 +181,10 @@ class Engine:
             )
             if runner.overlaps:
                 worker.use_long_chunks()
+            worker.chunk_seconds = token_seconds * worker.max_chunk_tokens
             return worker
 
-        return cls(make_worker, config)
+        return cls(make_worker, config, files)
 
     # ---------------------------------------------------------------------------------------------- lifecycle
 
@@ -179,6 +198,11 @@ class Engine:
         self._started.result()
         self._is_accepting = True
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Changes as anything is evaluated or written. For any thread."""
+        return self.pulse, self._files.num_writes
+
     async def drain(self, timeout_seconds: float) -> bool:
         """Takes no more requests; returns whether the running ones ended in time."""
         self._is_accepting = False
@@ -191,10 +215,14 @@ class Engine:
 
     def stop(self) -> None:
         """Ends running requests with an error, and then the thread."""
-        self._is_accepting = False
-        self._messages.put(None)
+        self.begin_stop()
         if self._thread.is_alive():
             self._thread.join()
+
+    def begin_stop(self) -> None:
+        """As `stop`, without waiting."""
+        self._is_accepting = False
+        self._messages.put(None)
 
     def park(self) -> EngineState | None:
         """Stops; returns state for the model's next engine, None where the disk has it."""
@@ -209,13 +237,14 @@ class Engine:
     # ----------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Queues a request. Raises EngineStopped, QueueFull, and ValueError for an empty or too long prompt."""
+        """Queues a request. Raises EngineStopped, EngineStuck, QueueFull, and ValueError for a prompt's length."""
         if not self.is_running:
             raise EngineStopped("the engine is not running")
         left_tokens = self._config.context_tokens - len(request.tokens)
         if left_tokens < 1 or not len(request.tokens) or request.max_tokens < 0:
             raise ValueError(f"{len(request.tokens)} prompt tokens of {self._config.context_tokens} leave no room")
         generation = Generation(partial(self._cancel, request.request_id), self._mailbox_here())
+        self._generations.add(generation)
         fitted = replace(request, max_tokens=min(request.max_tokens, left_tokens))
         message = _Message(
             lambda worker: worker.submit(fitted, generation), lambda error: generation.post([Failed(error)])
@@ -240,18 +269,18 @@ class Engine:
     async def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
         """Vectors of texts that fit the context. A cancel ends the work.
 
-        Raises EngineStopped, QueueFull, PromptTooLarge, and EmbeddingUnsupported for a model that makes no vectors.
+        Raises EngineError, and EmbeddingUnsupported for a model that makes no vectors.
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running")
         job = EmbeddingJob(texts, reading, adapter)
         self._put(_Message(lambda worker: worker.embed(job), job.settle), self._count_request)
         job.vectors.add_done_callback(lambda _: self._request_ended())
-        return await asyncio.wrap_future(job.vectors)
+        return await self._result_of(job.vectors)
 
     def stats(self) -> EngineStats:
         """The counts of the last step."""
-        return replace(self._stats, num_open=self._num_open)
+        return replace(self._stats, num_open=self._num_open, num_stuck=self.num_stuck)
 
     def watch(self, tell: Tell | None) -> None:
         """Calls `tell` on the event loop for each event of cached state; None ends that."""
@@ -261,10 +290,30 @@ class Engine:
     async def execute(self, command: Callable[..., Result], *given: object) -> Result:
         """The result of `command(worker, *given)`, called on the worker thread between two steps; raises its error.
 
-        It may take a fraction of a step's time. Raises QueueFull when too much waits, and EngineStopped where the
-        engine does not run or ends before.
+        It may take a fraction of a step's time. Raises QueueFull when too much waits, EngineStopped where the engine
+        does not run or ends before, and EngineStuck.
         """
-        return await asyncio.wrap_future(self._queue(command, *given))
+        return await self._result_of(self._queue(command, *given))
+
+    async def _result_of(self, future: "Future[Result]") -> Result:
+        result = asyncio.wrap_future(future)
+        self._results.add(result)
+        try:
+            return await result
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise EngineStuck(self.stuck_seconds or 0.0) from None
+        finally:
+            self._results.discard(result)
+
+    def fail_waiting(self) -> None:
+        """Gives all who wait for a stuck engine an error, and takes back what they asked for."""
+        if (seconds := self.stuck_seconds) is not None:
+            for generation in list(self._generations):
+                generation.fail(EngineStuck(seconds))
+            for result in list(self._results):
+                result.cancel()
 
     async def try_resize(self, budget_bytes: int) -> int:
         """Changes the budget for state, unless running requests exceed it: returns by how many bytes."""
@@ -273,7 +322,7 @@ class Engine:
 
     def execute_later(self, command: Callable[..., object], *given: object) -> None:
         """As `execute`, without waiting; an error is logged. For any thread."""
-        with contextlib.suppress(QueueFull, EngineStopped):
+        with contextlib.suppress(QueueFull, EngineStopped, EngineStuck):
             self._queue(command, *given).add_done_callback(_log_failure)
 
     # ------------------------------------------------------------------------------------------ to the worker
@@ -298,6 +347,8 @@ class Engine:
         return future
 
     def _put(self, message: _Message, admit: Callable[[], None] = lambda: None) -> None:
+        if (seconds := self.stuck_seconds) is not None:
+            raise EngineStuck(seconds)
         with self._lock:
             if not self._is_open:
                 raise EngineStopped("the engine is not running")
@@ -330,8 +381,10 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            begun = time.monotonic()
             worker = self._make_worker()
             self._stats, self._journal = worker.stats(), worker.prefix_cache.journal
+            self.start_seconds = max(time.monotonic() - begun, 2 * worker.chunk_seconds)
         except BaseException as error:  # handed to `start`, which raises it where somebody can answer
             self._started.set_exception(error)
             return
@@ -347,7 +400,8 @@ class Engine:
             logger.critical("%s: %s", error, error.__cause__)
         finally:
             try:
-                worker.stop(parks=self._parks)
+                with self._working():
+                    worker.stop(parks=self._parks)
                 if self._parks:
                     self._kept = worker.state
             finally:
@@ -362,9 +416,18 @@ class Engine:
             if (message := self._messages.get_nowait()) is not None:
                 message.refuse(EngineStopped("the server is shutting down"))
 
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        self.pulse += 1
+        try:
+            yield
+        finally:
+            self.pulse += 1
+
     def _guard(self, worker: Worker, act: Callable[[], None]) -> None:
         try:
-            act()
+            with self._working():
+                act()
         except DeviceLost:
             raise
         except Exception as error:  # a bug of ours: every request fails, the engine goes on with the next
@@ -402,15 +465,21 @@ class Engine:
         Commands end no idle work: a client that polls the cache must not keep state off the disk.
         """
         try:
-            for _ in worker.prefix_cache.save():
+            pieces = worker.prefix_cache.save()
+            while self._has_saved(pieces):
                 with contextlib.suppress(queue.Empty):
                     return self._messages.get(timeout=IDLE_PAUSE_SECONDS)
         except Exception:  # a bug of ours; nobody waits for this work
             logger.exception("the engine failed while it was idle")
-        give_back()
+        with self._working():
+            give_back()
         self._idle_work_at = None
         self._stats = worker.stats()
         return self._messages.get()
+
+    def _has_saved(self, pieces: Iterator[None]) -> bool:
+        with self._working():
+            return next(pieces, "the end") is None
 
 
 def _log_failure(future: "Future[object]") -> None:
@@ -427,7 +496,7 @@ def _disk_bytes_in_memory(config: EngineConfig) -> int:
     return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
 
 
-def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
+def _open_disk(config: EngineConfig, loaded: LoadedModel, files: FileSystem) -> DiskTier | None:
     if config.disk_folder is None:
         return None
     for former in model_folders.find_former(config.disk_folder, loaded.name, loaded.fingerprint):
@@ -438,14 +507,16 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
     # One folder for each model: state of older library versions is found there, and removed.
     folder = model_folders.place(config.disk_folder, loaded.name, loaded.fingerprint)
     return DiskTier(
-        DiskStore(folder, loaded.state_fingerprint),
+        DiskStore(folder, loaded.state_fingerprint, files),
         budget_bytes=config.disk_bytes,
         write_budget_bytes_per_day=config.disk_write_bytes_per_day,
         max_in_flight_bytes=_in_flight_bytes(config),
     )
 
 
-def _state_of(runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: EngineState | None) -> EngineState:
+def _state_of(
+    runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: EngineState | None, files: FileSystem
+) -> EngineState:
     budget_bytes = config.budget_bytes - _disk_bytes_in_memory(config)
     if kept is not None:
         kept.prefix_cache.resume(runner.make_caches, budget_bytes)
@@ -455,7 +526,7 @@ def _state_of(runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: E
         num_slots=config.max_slots,
         budget_bytes=budget_bytes,
         chunk_tokens=config.chunk_tokens,
-        disk=_open_disk(config, loaded),
+        disk=_open_disk(config, loaded, files),
     )
     return EngineState(prefix_cache, loaded.state_fingerprint)
 
@@ -474,8 +545,15 @@ def _speculation(runner: Runner, prefix_cache: PrefixCache, loaded: LoadedModel)
     )
 
 
-def _calibrate(runner: Runner, prefix_cache: PrefixCache) -> None:
-    """Evaluates a few tokens, to learn the size of their state and to compile kernels."""
-    caches = runner.make_caches()
-    runner.prefill(caches, np.ones(CALIBRATION_TOKENS, np.int32))
+def _calibrate(runner: Runner, prefix_cache: PrefixCache) -> float:
+    """Evaluates a few tokens some times, to learn the size of their state, and to compile kernels.
+
+    Returns the seconds of a token at best: one of a longer chunk takes less.
+    """
+    times = list[float]()
+    while len(times) < 2 or (len(times) < MAX_CALIBRATIONS and sum(times) < CALIBRATION_SECONDS):
+        caches, begun = runner.make_caches(), time.monotonic()
+        runner.prefill(caches, np.ones(CALIBRATION_TOKENS, np.int32))
+        times.append(time.monotonic() - begun)
     prefix_cache.layout.calibrate(caches)
+    return min(times) / CALIBRATION_TOKENS

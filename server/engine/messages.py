@@ -77,6 +77,11 @@ class Generation:
         if not self._mailbox.post(partial(self._put, events)):
             self.cancel()
 
+    def fail(self, error: Exception) -> None:
+        """Ends the iteration at once, and the request at the worker's next step. Event loop only."""
+        self.cancel()
+        self._put([Failed(error)])
+
     async def __aiter__(self) -> AsyncIterator[Event]:
         """Yields events; the last one ends the request."""
         while True:

@@ -6,6 +6,7 @@ Progress*, Delta*, then Finished or Failed. No error ends the engine, but the la
 EngineError
 ├── QueueFull
 ├── EngineStopped
+├── EngineStuck
 ├── PromptTooLarge
 ├── OutOfMemory
 ├── AnswerUnbound
@@ -236,6 +237,15 @@ class EngineStopped(EngineError):
     """The engine takes no more requests."""
 
 
+class EngineStuck(EngineError):
+    """A step of the engine does not return; retry after `retry_after_seconds`."""
+
+    retry_after_seconds = 10
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the engine of this model is stuck: it has been at one step for {seconds:.0f} s")
+
+
 class PromptTooLarge(EngineError):
     """The request's state can never be held within the budget."""
 
@@ -332,3 +342,5 @@ class EngineStats:
     """Whether answers are drafted, and why not, for a person."""
     num_open: int = 0
     """Requests that have not ended, also those unseen by the worker."""
+    num_stuck: int = 0
+    """Steps that were taken for hangs."""

@@ -89,6 +89,12 @@ class Worker:
         self._chunk_tokens = self._alone_tokens = chunk_tokens
         """The second of a prompt beside which nothing runs or waits; a multiple, so that the ends agree."""
         self._expected_tokens = expected_tokens
+        self.chunk_seconds = 0.0
+        """At most what a chunk takes; 0: not measured."""
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        return self._alone_tokens
 
     @property
     def has_work(self) -> bool:

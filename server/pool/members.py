@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from cache.budget import UNBOUNDED_BYTES
 from server.engine.commands import limit_idle
 from server.engine.engine import Engine
-from server.engine.request import EngineStopped, QueueFull
+from server.engine.request import EngineStopped, EngineStuck, QueueFull
 from server.engine.sequence import EngineState
 from server.pool.memory import IDLE_SECONDS, IdleLimit, ModelUse, PoolMemory, Pressure, divide, due_bytes
 from server.pool.names import ModelSource
@@ -96,7 +96,8 @@ class Member:
 
     @property
     def is_busy(self) -> bool:
-        return self.num_holds > 0
+        """A stuck engine cannot be asked to end."""
+        return self.num_holds > 0 or self.engine.stuck_seconds is not None
 
     @property
     def held_bytes(self) -> int:
@@ -133,7 +134,7 @@ class Member:
         try:
             if await self.engine.try_resize(budget_bytes):
                 return False
-        except QueueFull:
+        except (QueueFull, EngineStuck):
             return False
         except EngineStopped:
             pass  # an ended engine holds no state

@@ -21,7 +21,7 @@ from cache.budget import FolderError
 from models.errors import ModelBroken, ModelError
 from models.texts import size_text
 from server.engine.engine import Engine
-from server.engine.request import EngineStopped
+from server.engine.request import EngineStopped, EngineStuck
 from server.pool.catalog import Catalog
 from server.pool.members import Around, Budgets, Member, ModelHold
 from server.pool.memory import SMALLEST_PART_BYTES, ModelUse, PoolSettings, choose_to_unload
@@ -113,6 +113,7 @@ class ModelPool:
         self._catalog, self._opener, self._clock = catalog, opener, clock
         self._settings = settings = settings or PoolSettings()
         self.loaded: dict[str, Member] = {}
+        self._unloading: dict[str, Member] = {}
         self.budgets = Budgets(settings.memory, self.loaded, clock)
         self.on_change: TellChange = lambda change: None
         self._loadings: dict[str, Loading] = {}
@@ -145,6 +146,18 @@ class ModelPool:
     @property
     def engines(self) -> Mapping[str, Engine]:
         return {member.source.id: member.engine for member in self.members}
+
+    @property
+    def watched(self) -> Mapping[str, Engine]:
+        """All engines that may get stuck, also those that end. For any thread."""
+        members = {**self.loaded, **self._unloading}
+        return {model_id: member.engine for model_id, member in members.items()}
+
+    @property
+    def stuck(self) -> Mapping[str, float]:
+        """The models whose engines are stuck, and for how many seconds."""
+        found = {model_id: engine.stuck_seconds for model_id, engine in self.watched.items()}
+        return {model_id: round(seconds, 1) for model_id, seconds in found.items() if seconds is not None}
 
     def idle_seconds_left(self, member: Member) -> float:
         """Infinite if the model stays."""
@@ -246,11 +259,13 @@ class ModelPool:
         return {model_id: loading.step for model_id, loading in self._loadings.items()}
 
     async def unload(self, source: ModelSource) -> bool:
-        """Whether the model was loaded. Raises ModelInUse."""
+        """Whether the model was loaded. Raises ModelInUse and EngineStuck."""
         async with self._changing:
             member = self.loaded.get(source.id)
             if member is None:
                 return False
+            if (seconds := member.engine.stuck_seconds) is not None:
+                raise EngineStuck(seconds)
             if member.is_busy:
                 raise ModelInUse(f"{source.id} answers {member.num_holds} requests; it can be unloaded when they end")
             await self._unload([member])
@@ -268,7 +283,7 @@ class ModelPool:
 
     def _released(self, member: Member) -> None:
         member.num_holds -= 1
-        if not member.is_busy:
+        if not member.num_holds:
             member.idle.set()
         member.last_used = self._clock()
         self.watch()
@@ -409,6 +424,8 @@ class ModelPool:
                 for member in leaving:
                     loading.step = f"waiting for {member.source.id} to finish its answers"
                     await member.idle.wait()
+                    if member.source.id in self.stuck:
+                        raise TimeoutError
                 plan = self.budgets.plan()
                 await self.budgets.shrink(plan, tell_wait)
                 return plan
@@ -457,8 +474,11 @@ class ModelPool:
     async def _unload(self, leaving: Sequence[Member]) -> None:
         for member in leaving:
             model_id = member.source.id
-            del self.loaded[model_id]
-            state = await asyncio.to_thread(member.unload)
+            self._unloading[model_id] = self.loaded.pop(model_id)
+            try:
+                state = await asyncio.to_thread(member.unload)
+            finally:
+                del self._unloading[model_id]
             await self._wire()
             if state is not None:
                 state.last_used = member.last_used
@@ -517,6 +537,9 @@ class ModelPool:
     def stop(self) -> None:
         """Ends all engines. Blocks; for any thread, once the pool is otherwise quiet."""
         self.is_closed = True
+        # One that hangs keeps no other from saving its state.
+        for member in self.members:
+            member.engine.begin_stop()
         for member in self.members:
             member.engine.stop()
 

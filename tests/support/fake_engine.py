@@ -83,7 +83,7 @@ def _direction(tokens: Any) -> Any:
     return counts / np.linalg.norm(counts)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeEngine(Engine):
     """An engine without a worker. `script` may be replaced at any time, or be a function of the request."""
 
@@ -156,6 +156,9 @@ class FakeEngine(Engine):
 
     def stop(self) -> None:
         self.is_running = False
+
+    def begin_stop(self) -> None:
+        """`stop` waits for nothing here."""
 
     def park(self) -> None:
         self.stop()

@@ -25,12 +25,14 @@ class Process:
         limits: Mapping[int, tuple[int, int]] = MappingProxyType({}),
         environment: Mapping[str, str] = MappingProxyType({}),
         fresh: bool = False,
+        code: str = forked.MLX_SERVE,
     ) -> None:
         self._runtime = tempfile.TemporaryDirectory()
         self._process = forked.start(
             "serve",
             *arguments,
             fresh=fresh,
+            code=code,
             # What other servers on this machine have claimed is not for a test to see.
             env={**os.environ, "XDG_RUNTIME_DIR": self._runtime.name, **environment},
             stdout=subprocess.PIPE,

@@ -65,11 +65,21 @@ class HealthBody(TypedDict):
     """The state of the server."""
 
     status: str
-    """"ok", "draining" (new requests are refused) or "stopped"."""
+    """"ok", "draining" (new requests are refused), "stuck" or "stopped"."""
     models: list[str]
     loading: list[str]
+    stuck: NotRequired[dict[str, float]]
+    """Seconds of the step of each engine that is stuck, by model."""
     engines: NotRequired[dict[str, EngineBody]]
     """By model; only for those who may send requests."""
+
+
+class ReadyBody(TypedDict):
+    """Whether a request would be taken."""
+
+    status: str
+    stuck: NotRequired[dict[str, float]]
+    """As in `HealthBody`."""
 
 
 async def version(request: Request) -> Response:
@@ -82,6 +92,8 @@ async def health(request: Request) -> Response:
     context = context_of(request)
     status = status_of(context)
     body: HealthBody = {"status": status, "models": list(context.pool.engines), "loading": list(context.pool.loading)}
+    if stuck := context.pool.stuck:
+        body["stuck"] = dict(stuck)
     if not context.config.needs_key or request.state.key is not None:
         stats = {model_id: engine.stats() for model_id, engine in context.pool.engines.items()}
         body["engines"] = {name: {"requests": one.requests, **_counts(one)} for name, one in stats.items()}
@@ -95,13 +107,17 @@ async def ready(request: Request) -> Response:
     max_open = context.config.slots + context.config.max_waiting
     if status == "ok" and any(engine.stats().num_open >= max_open for engine in context.pool.engines.values()):
         status = "full"
-    return JsonBody({"status": status}, status_code=200 if status == "ok" else 503)
+    stuck = context.pool.stuck
+    told = ReadyBody(status=status, stuck=dict(stuck)) if stuck else ReadyBody(status=status)
+    return JsonBody(told, status_code=200 if status == "ok" else 503)
 
 
 def status_of(context: ApiContext) -> str:
-    """`ok`, `draining` or `stopped`."""
+    """`ok`, `draining`, `stuck` or `stopped`."""
     if context.is_draining:
         return "draining"
+    if context.pool.stuck:
+        return "stuck"
     is_running = all(engine.is_running for engine in context.pool.engines.values())
     return "ok" if is_running else "stopped"
 
@@ -376,7 +392,7 @@ V1_ROUTES = (
 ROUTES = (
     Endpoint("/metrics", metrics, Operation(answer=str, answer_type="text/plain")),
     Endpoint("/health", health, Operation(answer=HealthBody)),
-    Endpoint("/ready", ready, Operation(answer=dict[Literal["status"], str])),
+    Endpoint("/ready", ready, Operation(answer=ReadyBody)),
     Endpoint("/ping", health, Operation(answer=HealthBody), ["GET", "POST"]),
     Endpoint("/version", version, Operation(answer=dict[Literal["version"], str])),
 )

@@ -50,6 +50,7 @@ from server.pool.memory import PoolMemory, Pressure
 from server.pool.pool import on_thread
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, fake_model
+from tests.support.forked import MLX_SERVE
 from tests.support.server_process import Process
 from tests.support.tiny_models import write
 
@@ -91,7 +92,7 @@ def refused(
     monkeypatch.setattr(serve, "_start", load)
     # What is for the whole process stays as it is in that of the tests.
     monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(serve, "Sigterm", lambda action: None)
+    monkeypatch.setattr(serve, "Watchdog", lambda hangs, action: None)
     return run
 
 
@@ -251,21 +252,22 @@ def test_a_second_signal_ends_it_at_once(number: int, folder: Path) -> None:
         assert "Traceback" not in server.output
 
 
-def test_sigterm_ends_it_where_a_thread_never_gives_the_lock_back(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import ctypes, os, threading, time\n"
-        "def hold():\n"
-        f"    while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
-        "    os.write(1, b'held\\n'); ctypes.PyDLL(None).sleep(1000)\n"
-        "threading.Thread(target=hold, daemon=True).start()\n"
+def test_a_slow_get_of_a_server_that_stops_gets_its_apis_error_and_leaves_no_traceback(folder: Path) -> None:
+    code = (
+        "import os, time, server.cli.serve as serve, server.pool.pool as pool\n"
+        "def listed(self):\n"
+        "    os.write(1, b'it is asked\\n'); time.sleep(2); return []\n"
+        "pool.ModelPool.listed, serve.CLOSE_SECONDS = listed, 0\n"
     )
-    environment = {"PYTHONPATH": str(tmp_path)}
-    with serving(folder, "--drain", "1000", environment=environment, fresh=True) as server:
-        assert get(server.port, "/health")[0] == 200
-        (tmp_path / "go").touch()
-        server.wait_for("held")
+    with serving(folder, code=code + MLX_SERVE) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_SECONDS)
+        connection.request("GET", "/v1/models")
+        server.wait_for("it is asked")
         server.signal(signal.SIGTERM)
-        assert server.wait() == signal.SIGALRM
+        response = connection.getresponse()
+        assert (response.status, json.loads(response.read())["error"]["code"]) == (503, "server_stopping")
+        assert server.wait() == 0
+        assert "Traceback" not in server.output
 
 
 def test_sigterm_is_minded_on_a_thread_that_is_not_pythons(folder: Path, tmp_path: Path) -> None:
@@ -297,7 +299,7 @@ def test_a_second_signal_speaks_of_answers_only_where_some_ran(
     async def signal_twice() -> None:
         pool = SimpleNamespace(num_running=num_open, drain=asyncio.sleep, stop=list)
         app = create_app(FakeEngine(), fake_model(), ServerConfig())
-        server = _Server(HttpConfig(app, Limits(10, 10)), cast(Any, pool), 0, lambda: None)
+        server = _Server(HttpConfig(app, Limits(10, 10)), cast(Any, pool), 0, lambda: None, lambda: None)
         server.signalled()
         server.signalled()
 

@@ -290,7 +290,10 @@ def test_the_commands(
     assert execute(["service", "install"]) == 0
     assert "It does not see MLX_SERVE_PORT of this shell" in capsys.readouterr().out
     unit = systemd.file.read_text()
-    assert 'mlx_serve.py" "serve"' in unit and f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}" in unit
+    assert (
+        'mlx_serve.py" "serve" "--exit-when-stuck"' in unit
+        and f"XDG_CONFIG_HOME={os.environ['XDG_CONFIG_HOME']}" in unit
+    )
     programs.output = "ActiveState=active\nSubState=running\nMainPID=7\nExecMainStatus=0\n"
     assert execute(["service", "status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {

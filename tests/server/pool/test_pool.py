@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.request import EngineStopped
+from server.engine.request import EngineStopped, EngineStuck
 from server.pool.members import ModelHold
 from server.pool.memory import PoolMemory, PoolSettings
 from server.pool.names import (
@@ -239,6 +239,28 @@ def test_a_busy_model_is_not_unloaded_on_request() -> None:
         await raised(pool.unload(pool.source_of("a")), ModelInUse)
         hold.close()
         assert await pool.unload(pool.source_of("a")) and not pool.engines
+
+    run(test)
+
+
+def test_a_model_whose_engine_is_stuck_keeps_the_pool_from_nothing_but_its_memory() -> None:
+    """To end such an engine would take for ever, and hold up all other changes."""
+    opener, clock = FakeOpener(), [0.0]
+    settings = PoolSettings(max_models=1, keep_alive_seconds=10)
+    pool = ModelPool(catalog("a", "b"), opener=opener, settings=settings, clock=lambda: clock[0])
+
+    async def test() -> None:
+        (await held(pool, "a")).close()
+        opener.engines["a"].stuck_seconds = 70.04
+        clock[0] = 1000
+        pool.watch()
+        await asyncio.sleep(0)
+        assert pool.stuck == {"a": 70.0} and list(pool.engines) == ["a"]
+        await raised(pool.unload(pool.source_of("a")), EngineStuck)
+        await raised(held(pool, "b"), PoolBusy)
+        opener.engines["a"].stuck_seconds = None
+        (await held(pool, "b")).close()
+        assert list(pool.engines) == ["b"] and not pool.stuck
 
     run(test)
 
