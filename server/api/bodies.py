@@ -72,16 +72,13 @@ class BodyModel(BaseModel):
 
 
 _TEXT_PARTS: Final = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
-_NO_TEXT_PARTS: Final = (
-    "image_url",
-    "input_image",
-    "image",
-    "input_audio",
-    "audio",
-    "video",
-    "document",
-    "input_file",
-)
+_MEDIA: Final = {
+    **dict.fromkeys(("image", "image_url", "input_image", "computer_screenshot"), "image"),
+    **dict.fromkeys(("document", "file", "input_file"), "document"),
+    **dict.fromkeys(("audio", "input_audio"), "sound"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video"),
+}
+"""What parts of all dialects hold besides text, by their types."""
 
 
 def part_text(part: Any) -> str | None:
@@ -101,12 +98,14 @@ def tool_result(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
     parts = value if isinstance(value, list) else [value]
-    is_content = all(part_text(part) is not None or _is_no_text(part) for part in parts)
+    is_content = all(part_text(part) is not None or media_of(part) for part in parts)
     return parts if is_content else json.dumps(value, ensure_ascii=False)
 
 
-def _is_no_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in _NO_TEXT_PARTS
+def media_of(part: Any) -> str | None:
+    """`image`, `document`, `sound` or `video`; None for any other part."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return _MEDIA.get(kind) if isinstance(kind, str) else None
 
 
 def as_whole(value: Any) -> Any:

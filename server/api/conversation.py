@@ -16,6 +16,7 @@ from cache.types import common_prefix_length
 from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, ChatRenderer, RenderedPrompt, plain_text
 from models.prompt.shapes import Message, with_constant_headers
+from server.api.bodies import media_of
 from server.api.errors import ApiError, Code, wrong
 from server.diagnosis.prompt import Prompt, prompt_of
 from server.engine.request import GenerationRequest, Priority
@@ -170,6 +171,62 @@ class Conversation:
     def _render(self, messages: Sequence[Message], *, continues: bool = False) -> RenderedPrompt:
         shown = (messages, self.tools or None, self.template_arguments, self.namespace)
         return self.renderer.render(*shown, continues=continues)
+
+
+UNREAD = "[{}: this model reads none]"
+"""What stands in a prompt for a picture, a document, a sound or a film."""
+NO_MEDIA = "this model takes no images, sounds or files, only text"
+
+
+def media_in_words(part: Any) -> str | None:
+    """What a prompt shows of a part that is no text: a document's text, else one constant line. None for other parts.
+
+    All dialects ask here: a model that sees would get the picture instead.
+    """
+    kind = media_of(part)
+    if kind is None:
+        return None
+    source = part.get("source")
+    given = source if isinstance(source, Mapping) else {}
+    held = {"text": given.get("data"), "content": given.get("content")}.get(str(given.get("type")))
+    if kind != "document" or held is None:
+        return UNREAD.format(kind)
+    blocks = held if isinstance(held, list) else [{"text": held}]
+    read = (media_in_words(one) or one.get("text") for one in blocks if isinstance(one, Mapping))
+    return "\n".join(str(text) for text in (part.get("title"), part.get("context"), *read) if text)
+
+
+def first_unanswered(messages: Sequence[Any]) -> int:
+    """Where what the person says last begins in unchecked messages or items; their number behind a result."""
+    start = len(messages)
+    while start and _role_of(messages[start - 1]) in ("user", "system", "developer"):
+        start -= 1
+        content = messages[start].get("content")
+        if isinstance(content, list) and any("tool_use_id" in part for part in content if isinstance(part, Mapping)):
+            return len(messages)
+    return len(messages) if start and _role_of(messages[start - 1]) != "assistant" else start
+
+
+def _role_of(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
+def refuse_new_media(messages: Any, param: str = "messages") -> Any:
+    """Unchecked messages as they are; raises ApiError (400) for what no model reads in what the person says last.
+
+    Everything earlier is shown as `media_in_words`, so that no history is refused for ever. The error has the path
+    and the class by which Claude Code takes the part out and asks again.
+    """
+    first = first_unanswered(messages) if isinstance(messages, list) else 0
+    for index, message in enumerate(messages[first:] if isinstance(messages, list) else (), first):
+        content = message.get("content")
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            kind = media_of(part)
+            if kind is not None and media_in_words(part) == UNREAD.format(kind):
+                where = f"{param}.{index}.content.{place}.{kind}"
+                why = f"{NO_MEDIA}; send the message without it (capability_rejected: {kind}_block)"
+                raise ApiError(Code.INVALID_VALUE, f"{where}: {why}", f"{param}[{index}].content[{place}].type")
+    return messages
 
 
 def can_continue(model: ServedModel) -> bool:

@@ -177,7 +177,10 @@ def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: Served
     asked = params.max_tokens or 0
     if asked > max(MOST_TOKENS, model.context_tokens):
         named = (name for name in _NAMES_OF_LIMITS if incoming.fields.get(name) == asked)
-        why = f"is far beyond this model's context of {model.context_tokens} tokens; leave it out for as many as fit"
+        why = (
+            f"is far beyond this model's context of {model.context_tokens} tokens; leave it out for as many as fit"
+            " (capability_rejected: max_tokens_context_overflow)"
+        )
         raise wrong(next(named, "options.num_predict"), f"{str(asked)[:40]} {why}")
     if num_prompt == 0:
         raise wrong(params.prompt_param, "the prompt is empty", Code.EMPTY_PROMPT)

@@ -14,7 +14,13 @@ from server.api import params
 from server.api.anthropic.content import reasoning_of
 from server.api.anthropic.tool_search import SEARCH_TOOLS, VERSION
 from server.api.bodies import BodyModel, FormatBody, Rules, Whole, part_text, refused, tool_result
-from server.api.conversation import Conversation, ThinkingWish, check_continuable
+from server.api.conversation import (
+    Conversation,
+    ThinkingWish,
+    check_continuable,
+    media_in_words,
+    refuse_new_media,
+)
 from server.api.dialect import ApiContext
 from server.api.errors import wrong
 from server.app.config import ServerConfig
@@ -53,7 +59,6 @@ def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-_NOT_TEXT: Final = ("image", "document", "file", "audio", "video")
 _OF_SEARCHES: Final = ("server_tool_use", "tool_search_tool_result")
 _BLOCKS_OF: Final = {
     "user": ("text", "tool_result"),
@@ -73,11 +78,10 @@ def _known(value: Any, info: ValidationInfo) -> Any:
         if kind not in _BLOCKS_OF.get(role, _READ):
             raise ValueError(f"it is a {kind}, which no message of the role {role} holds")
         return value
-    if kind in _NOT_TEXT:
-        raise ValueError("this model takes no images and no documents, only text")
     if kind == "server_tool_use" or kind.endswith("_tool_result"):
         raise ValueError(f"{kind[:100]} is of a tool that runs on Anthropic's servers, and here there is none")
-    text = part_text(value) or _text_of(value)
+    shown = media_in_words(value)
+    text = part_text(value) or _text_of(value) if shown is None else shown
     if text is None:
         raise ValueError(f"{kind[:100]} is no block that is known here")
     return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
@@ -242,10 +246,20 @@ class ToolChoiceOption(BodyModel):
         return name
 
 
+_THINKING: Final = ("enabled", "disabled", "adaptive", "between_tools")
+
+
+def _thinking_type(value: Any) -> Any:
+    if isinstance(value, str) and value not in _THINKING:
+        taken = ", ".join(_THINKING)
+        raise ValueError(f"Input should be one of {taken} (capability_rejected: thinking_type:{value[:40]})")
+    return value
+
+
 class ThinkingOption(BodyModel):
     """Whether and for how long the model thinks."""
 
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    type: Annotated[Literal["enabled", "disabled", "adaptive", "between_tools"], BeforeValidator(_thinking_type)]
     budget_tokens: Annotated[Whole, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
@@ -306,6 +320,7 @@ class PromptBody(MarkedBody):
 class MessagesBody(PromptBody):
     """Body of `POST /v1/messages`."""
 
+    messages: Annotated[list[InputMessage], BeforeValidator(refuse_new_media), Field(min_length=1)]
     max_tokens: Annotated[Whole, Field(ge=0)]
     """0 only evaluates the prompt."""
     stream: bool | None = None

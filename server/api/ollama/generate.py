@@ -27,7 +27,7 @@ from server.api import bodies, params
 from server.api.answer import Answer, Exchange, OutputEvent, Question, Run
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refuse_fields, refused
 from server.api.call import generate, planned
-from server.api.conversation import Conversation, ThinkingWish, can_continue
+from server.api.conversation import UNREAD, Conversation, ThinkingWish, can_continue, first_unanswered
 from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
@@ -418,8 +418,8 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
         return _answer_loading(context, body, {"message": _MESSAGE})
     model = find_named(context.pool.find, body.model)
     shows = params.shows_tools(model, body.tools, forbids_calls=False)
-    for index, message in enumerate(body.messages):
-        refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
+    for index in range(first_unanswered(incoming.fields["messages"]), len(body.messages)):
+        refuse_fields(body.messages[index].model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     last = body.messages[-1]
     conversation = Conversation(
         model.renderer,
@@ -436,7 +436,9 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
 def _template_message(message: OllamaMessage) -> Message:
     shown = {"tool_name", "tool_call_id", "thinking", "tool_calls"}
     given = message.model_dump(include=shown, exclude_none=True, by_alias=True)
-    said = [{"text": message.content}] if message.content else []
+    images = (message.model_extra or {}).get("images")
+    unread = [UNREAD.format("image")] * len(images) if isinstance(images, list) else []
+    said = [{"text": text} for text in (message.content, *unread) if text]
     return {"role": message.role, "content": said, **{name: value for name, value in given.items() if value}}
 
 

@@ -17,8 +17,8 @@ from models.output.grammar import Grammar, GrammarKind
 from models.prompt.shapes import Message
 from models.texts import read_object
 from server.api import params
-from server.api.bodies import BodyModel, FormatBody, Whole, as_whole, part_text, tool_result
-from server.api.conversation import ThinkingWish
+from server.api.bodies import BodyModel, FormatBody, Whole, as_whole, media_of, part_text, tool_result
+from server.api.conversation import ThinkingWish, media_in_words, refuse_new_media
 from server.api.errors import Code, wrong
 from server.api.params import AnswerGrammar, ForcedCalls
 from server.engine.request import LoopRule, Priority
@@ -271,22 +271,21 @@ def _as_parts(value: Any, info: ValidationInfo) -> Any:
     value = tool_result(value) if role in _OF_TOOLS else value
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
-    return [_as_text(part, role) for part in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    is_message = "role" in info.data  # a prediction holds no media
+    return [_as_text(part, role) if is_message or media_of(part) is None else part for part in value]
 
 
 def _as_text(part: Any, role: str) -> Any:
     """A part of another API, or the assistant's refusal, as a text; the assistant's thought as it is."""
+    if (shown := media_in_words(part)) is not None:
+        return {"type": "text", "text": shown, "cache_control": part.get("cache_control")}
     text = part_text(part)
     if text is None or (part["type"] == "refusal" and role != "assistant"):
         return part
     kind = "thinking" if part["type"] == "thinking" and role == "assistant" else "text"
     return {**part, "type": kind, "text": text}
-
-
-def _no_image(kind: Any) -> Any:
-    if kind in ("image_url", "input_image", "image"):
-        raise PydanticCustomError("no_images", "this model takes no images, only text")
-    return kind
 
 
 _Budget = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)]
@@ -352,7 +351,7 @@ def _arguments(value: Any) -> Any:
 class ContentPart(BodyModel):
     """A part of a message's content."""
 
-    type: Annotated[Literal["text", "thinking"], BeforeValidator(_no_image)]
+    type: Literal["text", "thinking"]
     text: str
     cache_control: dict[str, Any] | None = None
     """Any object makes the prompt restorable behind this."""
@@ -423,10 +422,17 @@ class FunctionSpec(NamedTool):
     """Whether unforced calls follow the schema, too."""
 
 
+def _function_only(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "function":
+        why = f"{kind[:40]!r} is not offered here: functions are; custom tools are taken by /v1/responses"
+        raise PydanticCustomError("no_function", "{why}", {"why": why})
+    return kind
+
+
 class ToolSpec(BodyModel):
     """One tool that the model may call."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], BeforeValidator(_function_only)]
     function: FunctionSpec
     cache_control: dict[str, Any] | None = None
     """Without effect."""
@@ -468,7 +474,7 @@ def offered_tools(fields: Mapping[str, Any]) -> list[Any]:
 class ChatBody(GenerationBody, CallingBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], BeforeValidator(refuse_new_media), Field(min_length=1)]
     tools: list[ToolSpec] | None = None
     tool_choice: Annotated[Any, tool_choice_reader("function")] = None
     functions: list[FunctionSpec] | None = None

@@ -19,7 +19,7 @@ from models.prompt.shapes import Message
 from models.prompt.tokenize import spend, stop_if_abandoned
 from server.api import bodies
 from server.api.bodies import Body, BodyModel, Rules, Whole, parse_body, refused, validated
-from server.api.conversation import Conversation, ThinkingWish, can_continue
+from server.api.conversation import Conversation, ThinkingWish, can_continue, media_in_words
 from server.api.dialect import ApiContext
 from server.api.errors import ApiError, Code, wrong
 from server.api.openai import types
@@ -254,9 +254,8 @@ def _text(value: Any) -> Any:
 
 
 def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("input_image", "input_file", "input_audio", "computer_screenshot"):
-        raise PydanticCustomError("no_images", "this model takes no images, sounds or files, only text")
+    if (shown := media_in_words(part)) is not None:
+        return shown
     text = bodies.part_text(part)
     if text is None:
         raise PydanticCustomError("part_type", "A part should be an input_text or output_text with its text")

@@ -20,6 +20,7 @@ from models.output.pieces import PartStatus
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate, inspect
+from server.api.conversation import refuse_new_media
 from server.api.dialect import ApiContext, Endpoint, Operation
 from server.api.errors import ApiError, Code, explain, retry_later, wrong
 from server.api.openai.types import GenerationBody, SharedBody, read_params
@@ -291,6 +292,7 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     body = parse_known(ResponsesBody, incoming.fields, conversation.IN_RESPONSES, conversation.KNOWN)
     if body.background and body.store is False:
         raise wrong("background", "a response that is made in the background is stored; leave store out")
+    refuse_new_media(body.input, "input")
     model = context.pool.find(body.model)
     namespace = incoming.namespace(body.cache_salt)
     given = conversation.read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))

@@ -101,7 +101,7 @@ def test_what_was_refused_is_told(address: str, capsys: pytest.CaptureFixture[st
     status, lines, errors = doctor(capsys, address)
     assert (status, errors) == (0, "")
     assert lines[0] == "2 requests refused"
-    assert lines[1].startswith("  2 ×  /v1/chat/completions (photos): 400 messages[0]")
+    assert lines[1].startswith("  2 ×  /v1/chat/completions (photos): 400 messages.0.content.0.image")
     assert "this model takes no images" in re.sub(r"\s+", " ", " ".join(lines))
     _, lines, _ = doctor(capsys, address, "--json")
     (one,) = json.loads("\n".join(lines))["refused"]

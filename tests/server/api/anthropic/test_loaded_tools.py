@@ -189,7 +189,6 @@ def test_no_tool_is_called_where_none_may_be_though_it_was_added() -> None:
     ("content", "message"),
     [
         ([{"type": "tool_reference", "name": "x"}], "tool_name"),
-        ([{"type": "image", "source": {}}], "images"),
         ([{"type": "puzzle", "pieces": 7}], "puzzle is no block that is known here"),
     ],
 )

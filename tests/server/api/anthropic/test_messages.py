@@ -554,8 +554,7 @@ def answered(block: dict[str, Any]) -> dict[str, Any]:
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "no images"),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "no documents"),
-        ({"system": [{"type": "image", "source": {}}]}, "no images"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "or files"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "role user"),
         ({"messages": [HI, answered({"type": "tool_result", "tool_use_id": "a"}), HI]}, "role assistant"),
         ({"messages": [HI, answered({"type": "server_tool_use"}), HI]}, "Anthropic's servers"),
@@ -568,6 +567,7 @@ def answered(block: dict[str, Any]) -> dict[str, Any]:
         ({"temperature": 1.5}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
+        ({"thinking": {"type": "much"}}, "capability_rejected: thinking_type:much"),
         ({"cache_control": {"type": "forever"}}, "cache_control.type"),
         ({"output_format": {"type": "json_object"}}, "output_format"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "prompt is too long: 306 tokens > 199 maximum"),
@@ -575,11 +575,6 @@ def answered(block: dict[str, Any]) -> dict[str, Any]:
 )
 def test_what_cannot_be_served_is_refused_in_words(fields: dict[str, Any], words: str) -> None:
     assert words in Served().refused(**fields)
-
-
-def test_a_result_of_a_tool_may_hold_no_image() -> None:
-    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {}}]}
-    assert "no images" in Served().refused(messages=[HI, {"role": "user", "content": [result]}])
 
 
 def test_a_model_without_a_place_for_tools_says_so() -> None:

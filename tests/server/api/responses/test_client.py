@@ -385,7 +385,10 @@ def test_a_format_that_no_model_can_be_bound_to_is_refused_by_its_field(client: 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
+            "input[0].content[0].type",
+        ),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         ({"input": []}, "input"),
         ({"input": 1}, "input"),
