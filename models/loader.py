@@ -36,10 +36,9 @@ from models.mlx_lm_import import (
     save,
 )
 from models.mtp import MtpModule, load_mtp, tensors_of
+from models.output.call_formats import HARMONY, CallFormat, find_call_format
 from models.output.detokenizer import Detokenizer, markers
-from models.output.pieces import ReasoningFormat, find_reasoning_format
-from models.output.tool_calls import ToolFormat
-from models.output.tool_formats import HARMONY_REASONING, HarmonyFormat, ToolSyntax, find_tool_syntax, markers_of
+from models.output.pieces import HARMONY_REASONING, ReasoningFormat, find_reasoning_format
 from models.precision import Precision, choose_precision, convert, parameters_of
 
 logger = logging.getLogger(__name__)
@@ -157,7 +156,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     tokenizer_wrapper: TokenizerWrapper
     reasoning_format: ReasoningFormat | None
-    tool_syntax: ToolSyntax | None
+    call_format: CallFormat | None
     detokenizer: Detokenizer
     config: dict[str, Any]
     context_tokens: int
@@ -205,10 +204,10 @@ def load(
     wrapper = open_tokenizer(path, name, config)
     tokenizer = cast(PreTrainedTokenizerBase, wrapper._tokenizer)
     eos_token_ids = frozenset(_eos_token_ids(config, wrapper))
-    tool_syntax = _tool_syntax(wrapper)
-    reasoning_format = _reasoning_format(wrapper, tool_syntax)
+    call_format = _call_format(wrapper)
+    reasoning_format = _reasoning_format(wrapper, call_format)
     reasoning_markers = (reasoning_format.start, reasoning_format.end) if reasoning_format else ()
-    visible = (*markers(wrapper), *reasoning_markers, *markers_of(tool_syntax))
+    visible = (*markers(wrapper), *reasoning_markers, *(() if call_format is None else call_format.markers))
     return LoadedModel(
         name=name,
         path=path,
@@ -216,7 +215,7 @@ def load(
         tokenizer=tokenizer,
         tokenizer_wrapper=wrapper,
         reasoning_format=reasoning_format,
-        tool_syntax=tool_syntax,
+        call_format=call_format,
         detokenizer=Detokenizer(tokenizer, visible, eos_token_ids),
         config=config,
         context_tokens=_context_tokens(config),
@@ -324,21 +323,18 @@ def release(loaded: LoadedModel) -> None:
         loaded.adapters.close()
 
 
-def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
-    if wrapper.has_tool_calling:
-        parser, end = wrapper.tool_parser, wrapper.tool_call_end or ""
-        writes_json = bool(end) and str(getattr(parser, "__module__", "")).endswith(".json_tools")
-        return ToolFormat(wrapper.tool_call_start, end, parser, writes_json=writes_json)
+def _call_format(wrapper: TokenizerWrapper) -> CallFormat | None:
     tokenizer = wrapper._tokenizer
-    return find_tool_syntax(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
+    declared = tokenizer.init_kwargs.get("tool_parser_type")
+    return find_call_format(tokenizer.get_vocab(), str(tokenizer.chat_template or ""), declared)
 
 
-def _reasoning_format(wrapper: TokenizerWrapper, tool_syntax: ToolSyntax | None) -> ReasoningFormat | None:
+def _reasoning_format(wrapper: TokenizerWrapper, call_format: CallFormat | None) -> ReasoningFormat | None:
     tokenizer = wrapper._tokenizer
     found = find_reasoning_format(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
     if wrapper.has_thinking:
         found = ReasoningFormat(wrapper.think_start, wrapper.think_end)
-    if isinstance(tool_syntax, HarmonyFormat):
+    if call_format is HARMONY:
         found = HARMONY_REASONING
     if found is None:
         return None

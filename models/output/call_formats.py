@@ -35,6 +35,8 @@ class Literal:
     """Between a key and its value; in objects that are values it is always `:`."""
     quote: str = '"'
     """Around strings; one of several characters knows no escapes."""
+    inner_quote: str = ""
+    """What models mean by a quote within a string, if not that quote."""
     has_bare_keys: bool = False
 
 
@@ -83,6 +85,23 @@ class CallFormat:
         return "" if self.is_envelope else self.head.partition("{}")[0].strip()
 
     @property
+    def openers(self) -> tuple[str, ...]:
+        """Texts one of which begins each call, unless calls come bare."""
+        spellings = (
+            self.open.strip().removesuffix("["),
+            *(alias for alias, text in self.aliases if text == self.open),
+        )
+        tag = self.tag.removesuffix("functions.")
+        return tuple(text for text in (*spellings, tag if tag[:1] == "<" else "") if text)
+
+    @property
+    def call_end(self) -> str:
+        """The marker behind each call; empty if what follows tells where it ends."""
+        if self.close and (self.repeats_open or not self.end):
+            return self.close
+        return "" if self.is_envelope else self.end.strip()
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Texts that hold all special tokens of the format."""
         body = self.body
@@ -103,179 +122,89 @@ def _invokes(name: str, space: str, calls: str, kinds: tuple[tuple[str, str], ..
     return CallFormat(name, outer[0], head, body, end, outer[1], repeats_open=False, signs=signs, tokens=tokens)
 
 
-CODER: Final = CallFormat(
-    "qwen3_coder",
-    "<tool_call>\n",
-    "<function={}>\n",
-    Tags("<parameter={}>\n", "\n</parameter>\n"),
-    "</function>\n",
-    "</tool_call>",
-    "\n",
-    signs=r"<tool_call>(?:\\n|\n)<function=",
-)
-GLM: Final = CallFormat(
-    "glm",
-    "<tool_call>",
-    "{}\n",
-    Tags("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n"),
-    "",
-    "</tool_call>",
-    "\n",
-    signs="<arg_key>",
-)
-LONGCAT: Final = CallFormat(
-    "longcat",
-    "<longcat_tool_call>",
-    "{}\n",
-    Tags("<longcat_arg_key>{}</longcat_arg_key>\n<longcat_arg_value>", "</longcat_arg_value>\n"),
-    "",
-    "</longcat_tool_call>",
-    "\n",
-    signs="<longcat_tool_call>",
-)
+def _keyed(name: str, space: str) -> CallFormat:
+    """A name, then tags `arg_key` and `arg_value` of a name space."""
+    body = Tags(f"<{space}arg_key>{{}}</{space}arg_key>\n<{space}arg_value>", f"</{space}arg_value>\n")
+    outer = f"<{space}tool_call>", f"</{space}tool_call>"
+    return CallFormat(name, outer[0], "{}\n", body, "", outer[1], "\n", signs=f"<{space}arg_key>")
+
+
+_XML: Final = Tags("<parameter={}>\n", "\n</parameter>\n")
+_IN_XML: Final = "<tool_call>\n", "<function={}>\n", _XML, "</function>\n", "</tool_call>", "\n"
+CODER: Final = CallFormat("qwen3_coder", *_IN_XML, signs=r"<tool_call>(?:\\n|\n)<function=")
+GLM: Final = _keyed("glm", "")
+LONGCAT: Final = _keyed("longcat", "longcat_")
 MINIMAX: Final = _invokes("minimax", "", "minimax:tool_call")
 MUSE_SPARK: Final = _invokes("muse_spark", "atem:", "atem:function_calls")
 DSML: Final = _invokes("dsml", "｜DSML｜", "｜DSML｜function_calls", (("string", "true"), ("", "false")))
-MINICPM: Final = CallFormat(
-    "minicpm",
-    "",
-    '<function name="{}">',
-    Tags('<param name="{}">', "</param>", quote=("<![CDATA[", "]]>")),
-    "</function>",
-    "",
-    signs=r'(?s)<function name="(?=.*<param name=")',
+_PARAM: Final = Tags('<param name="{}">', "</param>", quote=("<![CDATA[", "]]>"))
+_FUNCTION: Final = '<function name="{}">', _PARAM, "</function>"
+MINICPM: Final = CallFormat("minicpm", "", *_FUNCTION, "", signs=r'(?s)<function name="(?=.*<param name=")')
+_TYPES: Final = {kind: kind for kind in ("string", "number", "boolean", "array", "object", "null")} | {
+    "integer": "number"
+}
+_XTML: Final = Tags(
+    '<|open|>argument key="{}" type="*"<|sep|>',
+    "<|close|>argument<|sep|>",
+    kinds=tuple(_TYPES.items()),
+    whole=('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
 )
-_OF_TYPES: Final = tuple((kind, kind) for kind in ("string", "number", "boolean", "array", "object", "null"))
+_XTML_CALL: Final = '<|open|>call tool="{}" index="#"<|sep|>', _XTML, "<|close|>call<|sep|>", "<|close|>tools<|sep|>"
 KIMI_K3: Final = CallFormat(
-    "kimi_k3",
-    "<|open|>tools<|sep|>",
-    '<|open|>call tool="{}" index="#"<|sep|>',
-    Tags(
-        '<|open|>argument key="{}" type="*"<|sep|>',
-        "<|close|>argument<|sep|>",
-        (*_OF_TYPES, ("integer", "number")),
-        whole=('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
-    ),
-    "<|close|>call<|sep|>",
-    "<|close|>tools<|sep|>",
-    repeats_open=False,
-    tokens=("<|end_of_msg|>",),
+    "kimi_k3", "<|open|>tools<|sep|>", *_XTML_CALL, repeats_open=False, tokens=("<|end_of_msg|>",)
 )
-GEMMA4: Final = CallFormat(
-    "gemma4",
-    "<|tool_call>",
-    "call:{}",
-    Literal(quote='<|"|>', has_bare_keys=True),
-    "",
-    "<tool_call|>",
-    signs=r"<\|tool_call>",
-)
+_GEMMA: Final = Literal(quote='<|"|>', inner_quote='"', has_bare_keys=True)
+GEMMA4: Final = CallFormat("gemma4", "<|tool_call>", "call:{}", _GEMMA, "", "<tool_call|>", signs=r"<\|tool_call>")
+_ESCAPED: Final = "call:{}", Literal(quote="<escape>", has_bare_keys=True), "", "<end_function_call>"
 FUNCTION_GEMMA: Final = CallFormat(
-    "function_gemma",
-    "<start_function_call>",
-    "call:{}",
-    Literal(quote="<escape>", has_bare_keys=True),
-    "",
-    "<end_function_call>",
-    signs="<start_function_call>",
+    "function_gemma", "<start_function_call>", *_ESCAPED, signs="<start_function_call>"
 )
-_PYTHON: Final = Literal("(", ")", "=", "'", has_bare_keys=True)
-LFM2: Final = CallFormat(
-    "lfm2",
-    "<|tool_call_start|>[",
-    "{}",
-    _PYTHON,
-    "",
-    "]<|tool_call_end|>",
-    ", ",
-    repeats_open=False,
-    signs=r"<\|tool_(?:list|call)_start\|>",
-    tokens=("<|tool_call_start|>",),
-)
-PYTHONIC: Final = CallFormat(
-    "pythonic",
-    "<|python_start|>[",
-    "{}",
-    _PYTHON,
-    "",
-    "]<|python_end|>",
-    ", ",
-    repeats_open=False,
-    signs=r"\(params_name1=",
-    tokens=("<|python_start|>",),
-    is_bare=True,
-)
-HERMES: Final = CallFormat(
-    "hermes", "<tool_call>\n", '{"name": "{}", "arguments": ', JSON, "}\n", "</tool_call>", "\n", signs="<tool_call>"
-)
+_PYTHON: Final = "{}", Literal("(", ")", "=", "'", has_bare_keys=True), ""
+_LFM: Final = "<|tool_call_start|>[", *_PYTHON, "]<|tool_call_end|>", ", ", False
+LFM2: Final = CallFormat("lfm2", *_LFM, signs=r"<\|tool_(?:list|call)_start\|>", tokens=("<|tool_call_start|>",))
+_LIST: Final = "<|python_start|>[", *_PYTHON, "]<|python_end|>", ", ", False
+PYTHONIC: Final = CallFormat("pythonic", *_LIST, signs=r"\(params_name1=", tokens=("<|python_start|>",), is_bare=True)
+_ARGUMENTS: Final = '{"name": "{}", "arguments": ', JSON, "}\n"
+HERMES: Final = CallFormat("hermes", "<tool_call>\n", *_ARGUMENTS, "</tool_call>", "\n", signs="<tool_call>")
 LLAMA: Final = CallFormat(
-    "llama",
-    "<|python_tag|>",
-    '{"name": "{}", "parameters": ',
-    JSON,
-    "}",
-    "",
-    "; ",
-    repeats_open=False,
+    *("llama", "<|python_tag|>", '{"name": "{}", "parameters": ', JSON, "}", "", "; ", False),
     signs=r'<\|python_tag\|>|\{"name": function name, "parameters":',
     tokens=("<|python_tag|>",),
     is_bare=True,
 )
+_ARGS: Final = "[TOOL_CALLS]", "{}[ARGS]", JSON, "", ""
 MISTRAL: Final = CallFormat(
-    "mistral",
-    "[TOOL_CALLS]",
-    "{}[ARGS]",
-    JSON,
-    "",
-    "",
-    id_marker="[CALL_ID]",
-    signs=r"\[TOOL_CALLS\]",
-    tokens=("[TOOL_CALLS]",),
+    "mistral", *_ARGS, id_marker="[CALL_ID]", signs=r"\[TOOL_CALLS\]", tokens=("[TOOL_CALLS]",)
 )
+_SECTION: Final = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_K2: Final = CallFormat(
-    "kimi_k2",
-    "<|tool_calls_section_begin|>",
-    "<|tool_call_begin|>functions.{}:#<|tool_call_argument_begin|>",
-    JSON,
-    "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-    repeats_open=False,
-    aliases=(
-        ("<|tool_call_section_begin|>", "<|tool_calls_section_begin|>"),
-        ("<|tool_call_section_end|>", "<|tool_calls_section_end|>"),
-    ),
+    *("kimi_k2", _SECTION[0], "<|tool_call_begin|>functions.{}:#<|tool_call_argument_begin|>", JSON),
+    *("<|tool_call_end|>", _SECTION[1], "", False),
+    aliases=tuple((marker.replace("calls", "call"), marker) for marker in _SECTION),
     signs=r"<\|tool_calls_section_begin\|>",
 )
-_DEEPSEEK_CALL: Final = "<｜tool▁call▁begin｜>"
+_CALLS, _CALL, _NAME_END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+_CALL_END, _CALLS_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 DEEPSEEK_V3: Final = CallFormat(
-    "deepseek_v3",
-    "<｜tool▁calls▁begin｜>",
-    f"{_DEEPSEEK_CALL}function<｜tool▁sep｜>{{}}\n```json\n",
-    JSON,
-    "\n```<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-    "\n",
+    *(
+        "deepseek_v3",
+        _CALLS,
+        f"{_CALL}function{_NAME_END}{{}}\n```json\n",
+        JSON,
+        f"\n```{_CALL_END}",
+        _CALLS_END,
+        "\n",
+    ),
     repeats_open=False,
-    signs=f"(?s)(?=.*{_DEEPSEEK_CALL}).*```json",
+    signs=f"(?s)(?=.*{_CALL}).*```json",
 )
 DEEPSEEK_V3_1: Final = CallFormat(
-    "deepseek_v3.1",
-    "<｜tool▁calls▁begin｜>",
-    f"{_DEEPSEEK_CALL}{{}}<｜tool▁sep｜>",
-    JSON,
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-    repeats_open=False,
-    signs=_DEEPSEEK_CALL,
-    tokens=(_DEEPSEEK_CALL,),
+    *("deepseek_v3.1", _CALLS, f"{_CALL}{{}}{_NAME_END}", JSON, _CALL_END, _CALLS_END, "", False),
+    signs=_CALL,
+    tokens=(_CALL,),
 )
 HARMONY: Final = CallFormat(
-    "harmony",
-    "",
-    "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
-    JSON,
-    "<|call|>",
-    "",
+    *("harmony", "", "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", JSON, "<|call|>", ""),
     frames=("<|start|>", "<|end|>", "<|return|>"),
     signs=r"<\|channel\|>",
     tokens=("<|channel|>",),

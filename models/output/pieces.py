@@ -5,6 +5,7 @@ dropped; a marker elsewhere is text.
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -46,19 +47,14 @@ class ToolCallEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallFailed:
-    """The open call is malformed or cut off: its arguments do not count."""
+class ToolCallCut:
+    """The open call is malformed or cut off: its arguments end here, without their last brace."""
 
     text: str
-    """All of the call with its markers, part of the answer's text."""
+    """The call so far as the model wrote it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallCut:
-    """An answer that must be calls was cut off: the arguments end here."""
-
-
-Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallFailed | ToolCallCut
+Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +111,16 @@ class OutputParser:
 
     made_calls = False
     """A complete tool call was returned."""
+    is_cut = False
+    """A call was returned in part: the answer ends like one that was cut off."""
 
     def __init__(self, markers: Sequence[str] = ()) -> None:
         self._search = MarkerSearch(markers)
+
+    @property
+    def call_counts(self) -> Counter[str]:
+        """How many calls were `read`, `repaired`, `cut` and `refused`."""
+        return Counter()
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that `text` completes."""
@@ -203,6 +206,9 @@ def find_reasoning_format(vocabulary: Container[str], template: str) -> Reasonin
     return None
 
 
+HARMONY_REASONING: Final = ReasoningFormat("<|channel|>analysis<|message|>", HARMONY_END)
+
+
 class _Phase(Enum):
     BEFORE = auto()
     REASONING = auto()
@@ -213,28 +219,50 @@ class _Phase(Enum):
 class ReasoningParser(OutputParser):
     """Splits an answer into reasoning and the rest, for another parser."""
 
-    def __init__(self, reasoning_format: ReasoningFormat, answer: OutputParser, *, is_open: bool) -> None:
+    def __init__(
+        self, reasoning_format: ReasoningFormat, answer: OutputParser, thought: OutputParser, *, is_open: bool
+    ) -> None:
+        """`thought` takes the reasoning, and finds calls at its end, which count if it is the answer's end."""
         super().__init__([reasoning_format.end if is_open else reasoning_format.start])
         self._end = reasoning_format.end
-        self._answer = answer
+        self._answer, self._thought = answer, thought
         self._phase = _Phase.REASONING if is_open else _Phase.BEFORE
         self._space = ""
-        self._has_reasoning = False
+        self._reasoning: list[str] = []
+
+    @property
+    def call_counts(self) -> Counter[str]:
+        """Those of answer and reasoning."""
+        return self._answer.call_counts + self._thought.call_counts
+
+    def _noted(self, pieces: list[Piece]) -> list[Piece]:
+        self.is_cut = self._answer.is_cut
+        return super()._noted(pieces)
 
     def _rest(self, held: str, *, is_complete: bool) -> list[Piece]:
-        held, pieces = self._space + held, list[Piece]()
-        if self._phase is _Phase.REASONING and held:
-            pieces.append(Reasoning(held))
-        elif self._phase is _Phase.BEFORE:
-            pieces += self._answer.feed(held)
+        if self._phase is _Phase.REASONING:
+            return self._unclosed(held, is_complete=is_complete)
+        pieces = self._answer.feed(self._space + held) if self._phase is _Phase.BEFORE else []
         return pieces + self._answer.finish(is_complete=is_complete)
+
+    def _unclosed(self, held: str, *, is_complete: bool) -> list[Piece]:
+        """A model that ends by itself within a thought has called at its end, or has answered there."""
+        ended = [*self._thought.feed(held), *self._thought.finish(is_complete=is_complete)]
+        pieces = [*self._told(ended)]
+        if self._thought.made_calls:
+            return pieces
+        pieces += [Reasoning(self._space)] if self._space else []
+        return [*pieces, Text("".join(self._reasoning))] if is_complete and self._reasoning else pieces
 
     def _take(self, text: str, marker: str | None) -> Iterator[Piece]:
         match self._phase:
             case _Phase.BEFORE:
                 yield from self._begin(self._space + text, marker)
             case _Phase.REASONING:
-                yield from self._think(self._space + text, marker)
+                yield from self._told(self._thought.feed(text))
+                if marker is not None:
+                    yield from self._told(self._thought.finish(is_complete=False))
+                    self._space, self._phase, self._search = "", _Phase.GAP, MarkerSearch(())
             case _Phase.GAP if text.isspace():
                 pass
             case _Phase.GAP | _Phase.ANSWER:
@@ -253,15 +281,19 @@ class ReasoningParser(OutputParser):
         else:
             self._space = text
 
-    def _think(self, text: str, marker: str | None) -> Iterator[Piece]:
-        reasoning = text if self._has_reasoning else text.lstrip()
-        visible = reasoning.rstrip()
-        self._space = reasoning[len(visible) :]
-        if visible:
-            self._has_reasoning = True
-            yield Reasoning(visible)
-        if marker is not None:
-            self._space, self._phase, self._search = "", _Phase.GAP, MarkerSearch(())
+    def _told(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        """The thought's texts as reasoning, without white space at its beginning and end."""
+        for piece in pieces:
+            if not isinstance(piece, Text):
+                yield piece
+                continue
+            text = self._space + piece.text
+            text = text if self._reasoning else text.lstrip()
+            visible = text.rstrip()
+            self._space = text[len(visible) :]
+            if visible:
+                self._reasoning.append(visible)
+                yield Reasoning(visible)
 
 
 class ReasoningWatch:
@@ -339,7 +371,7 @@ class OutputPart(ABC):
     """A text, a thought or a call."""
 
     index = 0
-    """Of all parts that events told of, failed calls included."""
+    """Among all parts."""
     text = ""
 
     @abstractmethod
@@ -358,10 +390,6 @@ class OutputPart(ABC):
     def end(self, status: PartStatus) -> list[PartEvent]:
         """The events of an ended part."""
 
-    def fail(self) -> list[PartEvent]:
-        """The events of a call whose text is part of the answer's."""
-        return []
-
 
 class OutputParts(ABC):
     """The parts of one answer."""
@@ -376,14 +404,10 @@ class OutputParts(ABC):
     def part_of(self, piece: Text | Reasoning | ToolCallStarted) -> OutputPart:
         """A new part that `piece` begins."""
 
-    @abstractmethod
-    def joined(self, first: PartBody, second: PartBody) -> PartBody:
-        """Two texts around a failed call as one."""
-
     @property
     def so_far(self) -> list[PartBody]:
         """All parts, the open one included."""
-        return self.ended if self._open is None else self._with(self._open.body("in_progress"))
+        return self.ended if self._open is None else [*self.ended, self._open.body("in_progress")]
 
     def add(self, piece: Piece) -> list[PartEvent]:
         """Takes a piece; returns its events."""
@@ -398,11 +422,7 @@ class OutputParts(ABC):
             case ToolCallEnded():
                 return self.close()
             case ToolCallCut():
-                return []  # the end of the answer ends the call too, as incomplete
-            case ToolCallFailed(text):
-                assert self._open is not None, "a call that fails has begun"
-                failed, self._open = self._open.fail(), None
-                return [*failed, *self.add(Text(text))]
+                return self.close("incomplete")
 
     def begin(self, part: OutputPart, kind: type[Piece] | None = None) -> list[PartEvent]:
         """Ends the open part and begins another, of a text's or thought's kind of piece; returns the events."""
@@ -417,16 +437,10 @@ class OutputParts(ABC):
         if self._open is None:
             return []
         events = self._open.end(status)
-        self.ended = self._with(self._open.body(status))
+        self.ended = [*self.ended, self._open.body(status)]
         self._open = self._open_kind = None
         return events
 
     def _grow(self, text: str) -> list[PartEvent]:
         assert self._open is not None, "what grows has begun"
         return self._open.grow(text)
-
-    def _with(self, body: PartBody) -> list[PartBody]:
-        last = self.ended[-1] if self.ended else None
-        if last is not None and last["type"] == body["type"] and body["type"] in ("text", "message"):
-            return [*self.ended[:-1], self.joined(last, body)]
-        return [*self.ended, body]

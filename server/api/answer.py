@@ -154,14 +154,16 @@ class Run(OpenRequest):
                 case Finished(FinishReason.CANCELLED):
                     # The client is still connected, so the engine cancelled the request.
                     raise EngineStopped("the server stopped before the answer was complete")
-                case Finished(reason):
+                case Finished():
                     self._remember_reply(event)  # before the last pieces, at which a client may leave
                     exchange.take_tokens(event.rest)
-                    for piece in parser.finish(is_complete=reason is FinishReason.STOP):
+                    for piece in parser.finish(is_complete=self._is_complete(event)):
                         yield piece
                     self._keep_turn(event)
-                    self.finished = event
-                    yield event
+                    call_format = exchange.model.call_format
+                    self.tool_calls = "" if call_format is None else call_format.name, parser.call_counts
+                    self.finished = self._as_told(event)
+                    yield self.finished
                 case Failed(error):
                     raise error
 
@@ -175,6 +177,19 @@ class Run(OpenRequest):
         if isinstance(event, Delta):
             return Progress(num_prompt, num_prompt)
         return event if isinstance(event, Progress) and event.evaluated < num_prompt - 1 else None
+
+    def _is_complete(self, finished: Finished) -> bool:
+        """Whether the model ended the answer, or a client's stop string that stands for a marker behind calls."""
+        call_format, text = self.exchange.model.call_format, finished.stop_text
+        is_marker = call_format is not None and bool(text) and text in (call_format.close, call_format.end.strip())
+        return finished.reason is FinishReason.STOP and (text is None or is_marker)
+
+    def _as_told(self, finished: Finished) -> Finished:
+        """An answer whose call broke ends like one that was cut off."""
+        if self.exchange.parser.is_cut and finished.reason is FinishReason.STOP and finished.stop_text is None:
+            finished = replace(finished, reason=FinishReason.LENGTH)
+            self.observe(finished)
+        return finished
 
     def give_up(self) -> None:
         """Cancels a running request, and keeps the turn of a broken answer."""

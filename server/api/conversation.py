@@ -13,7 +13,7 @@ import numpy as np
 
 from cache.snapshots import RestorePointKind
 from cache.types import common_prefix_length
-from models.output.tool_formats import HarmonyFormat
+from models.output.call_formats import HARMONY
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, ChatRenderer, RenderedPrompt, plain_text
 from models.prompt.shapes import Message, with_constant_headers
 from server.api.bodies import media_of
@@ -231,7 +231,7 @@ def refuse_new_media(messages: Any, param: str = "messages") -> Any:
 
 def can_continue(model: ServedModel) -> bool:
     """Whether answers can be continued; those in channels cannot."""
-    return not isinstance(model.tool_syntax, HarmonyFormat)
+    return model.call_format is not HARMONY
 
 
 def check_continuable(model: ServedModel) -> None:

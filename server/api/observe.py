@@ -57,6 +57,7 @@ _COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "saved_seconds": ("Seconds that evaluating the restored tokens would have taken.", []),
     "lost_tokens": ("Prompt tokens evaluated again, by reason.", ["reason"]),
     "cache_misses": ("Times that tokens were evaluated again, by reason.", ["reason"]),
+    "tool_calls": ("Calls in answers, by the model's format and what became of them.", ["format", "outcome"]),
 }
 
 
@@ -119,6 +120,10 @@ def _counted(record: RequestRecord) -> Iterator[tuple[str, float, *tuple[str, ..
     for miss in turn.misses:
         yield "cache_misses", 1, miss.reason
         yield "lost_tokens", miss.lost_tokens, miss.reason
+    for one in record.choices:
+        name, outcomes = one.tool_calls
+        for outcome, count in outcomes.items():
+            yield "tool_calls", count, name, outcome
 
 
 def _used_share(stats: EngineStats) -> float:

@@ -19,9 +19,8 @@ from starlette.requests import Request
 
 from models.errors import GrammarFailed, InvalidGrammar, TokenizerFailed
 from models.inference.sampling_params import MAX_WINDOW, SamplingParams, check, settled
+from models.output.call_formats import HARMONY, CallFormat
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGrammar, close_objects, describes_members
-from models.output.tool_calls import ToolFormat
-from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
 from models.store.stored_model import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, WITHOUT_EFFECT
 from server.api.answer import Question
@@ -63,7 +62,7 @@ def choice_grammar(texts: Sequence[str]) -> Grammar:
 
 def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> OutputGrammar:
     """The compiled grammar; raises ApiError (400)."""
-    if model.grammars is None or isinstance(model.tool_syntax, HarmonyFormat):
+    if model.grammars is None or model.call_format is HARMONY:
         why = f"the answers of the model {model.id!r} cannot be bound to a grammar"
         raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
     try:
@@ -145,7 +144,6 @@ def question_of(
         outline=prompt.outline,
         quotable=_quotable(prompt, params, model),
         thinking=model.thinking(prompt.text, params.max_thinking_tokens, prompt.begun) if prompt.text else None,
-        single_call=_call_markers(model) if params.is_single_call else None,
         grammar=bind(model, params.grammar, prompt) if params.grammar is not None else None,
     )
     return Question(model, request, prompt)
@@ -158,13 +156,6 @@ def _quotable(prompt: RenderedPrompt, params: GenerationParams, model: ServedMod
         ids = [model.renderer.tokenize(text, parse_special=False) for text in prompt.quotable]
         return tuple(np.array(one, np.int32) for one in ids)
     return ()
-
-
-def _call_markers(model: ServedModel) -> tuple[str, str] | None:
-    syntax = model.tool_syntax
-    if not isinstance(syntax, ToolFormat) or not syntax.start or not syntax.end:
-        return None
-    return syntax.start, syntax.end
 
 
 MOST_TOKENS = 1_000_000
@@ -197,6 +188,11 @@ _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "
 _ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": True}
 _TAIL: Final = json.dumps("}\n")
 _CALLS: Final = r'call ("\n" call)*'
+_BARE_CALLS: Final = (
+    r'\{\s*("type"\s*:\s*"function"|"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)")',
+    r"\[\s*[A-Za-z_][A-Za-z0-9_.]*\s*\(",
+)
+"""How calls without markers begin an answer."""
 _JSON_KINDS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 
 
@@ -227,10 +223,12 @@ def forced_calls(model: ServedModel, functions: Functions, forced: ForcedCalls) 
 
 def ask(incoming: Incoming, model: ServedModel, conversation: Conversation, params: GenerationParams) -> Question:
     """The request for a conversation's answer; raises ApiError, InvalidParameter and the renderer's errors."""
-    prompt = conversation.render()
-    is_single_call = params.is_single_call and bool(conversation.callable_tools)
-    params = replace(params, grammar=answer_grammar(model, conversation, params), is_single_call=is_single_call)
-    return replace(question_of(incoming, model, prompt, params, conversation.namespace), conversation=conversation)
+    prompt, tools, call_format = conversation.render(), conversation.callable_tools, model.call_format
+    params = replace(params, grammar=answer_grammar(model, conversation, params))
+    question = question_of(incoming, model, prompt, params, conversation.namespace)
+    if params.is_single_call and tools and call_format is not None and call_format.call_end:
+        question.request = replace(question.request, single_call=(call_format, tools))
+    return replace(question, conversation=conversation)
 
 
 def answer_grammar(model: ServedModel, conversation: Conversation, params: GenerationParams) -> AnswerGrammar | None:
@@ -243,7 +241,7 @@ def answer_grammar(model: ServedModel, conversation: Conversation, params: Gener
     if params.ignore_eos:
         return None  # a request that only measures continues after the end of turn, where no grammar applies
     if conversation.forbids_calls:
-        return _no_calls(model.tool_syntax) if model.tool_syntax is not None and can_forbid_calls(model) else None
+        return _no_calls(model.call_format) if model.call_format is not None and can_forbid_calls(model) else None
     return strict_calls(model, functions)
 
 
@@ -258,16 +256,13 @@ def shows_tools(model: ServedModel, tools: Sequence[Any] | None, *, forbids_call
 
 def can_forbid_calls(model: ServedModel) -> bool:
     """Whether calls of shown tools can be forbidden; if not, the prompt omits the tools."""
-    syntax = model.tool_syntax
-    return not isinstance(syntax, HarmonyFormat) and (syntax is None or model.grammars is not None)
+    return model.call_format is not HARMONY and (model.call_format is None or model.grammars is not None)
 
 
-def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
-    start = (syntax.start,) if isinstance(syntax, ToolFormat) else ()
-    markers = "|".join(re.escape(marker) for marker in (*start, *syntax.frames))
-    excluded = [f"(?s:.*)({markers})(?s:.*)"] if markers else []
-    if isinstance(syntax, BareFormat):
-        excluded.append(rf"\s*{syntax.call_start}(?s:.*)")
+def _no_calls(call_format: CallFormat) -> AnswerGrammar:
+    excluded = [f"(?s:.*)({'|'.join(map(re.escape, call_format.openers))})(?s:.*)"]
+    if call_format.is_bare:
+        excluded += [rf"\s*{start}(?s:.*)" for start in _BARE_CALLS]
     terminal = " & ".join(["/(?s:.*)/", *(f"~/{pattern.replace('/', chr(92) + '/')}/" for pattern in excluded)])
     return _lark("tool_choice", "start: TEXT", f"TEXT: {terminal}")
 
@@ -305,12 +300,12 @@ def _lark(param: str, *lines: str) -> AnswerGrammar:
 
 def _rules_of_calls(model: ServedModel, functions: Functions, param: str) -> Sequence[str]:
     """The marker before a call; the rule `body` of what follows it, and one per function. Raises ApiError (400)."""
-    syntax = model.tool_syntax
-    if model.grammars is None or not isinstance(syntax, ToolFormat) or not syntax.writes_json:
+    syntax = model.call_format
+    if model.grammars is None or syntax is None or not syntax.is_envelope or not syntax.close:
         why = f"the model {model.id!r} does not write calls as JSON between markers, so no grammar binds them"
         raise wrong(param, why, Code.UNSUPPORTED_PARAMETER)
     try:
-        start, end = model.grammars.spell(syntax.start), model.grammars.spell(syntax.end)
+        start, end = model.grammars.spell(syntax.open.strip()), model.grammars.spell(syntax.close)
     except InvalidGrammar as error:
         raise wrong("tool_choice", str(error), Code.UNSUPPORTED_PARAMETER) from error
     rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]

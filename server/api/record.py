@@ -6,7 +6,7 @@ Knows no dialect and no conversation. Event loop only.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NotRequired
@@ -68,6 +68,8 @@ class OpenRequest:
     outcome: str | None = None
     """How the request ended; None before that."""
     error: Exception | None = None
+    tool_calls: tuple[str, Mapping[str, int]] = ("", {})
+    """The format of the answer's calls, and how many there were, by outcome."""
     _log_due: float = 0.0
     """When a long prompt's next progress entry is, and the number of those before."""
     _num_logged: int = 0

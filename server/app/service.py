@@ -354,7 +354,7 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
         context_tokens=context_tokens,
         vocab_size=loaded.vocab_size,
         created=int(time.time()),
-        tool_syntax=loaded.tool_syntax,
+        call_format=loaded.call_format,
         reasoning_format=loaded.reasoning_format,
         opens_reasoning=_opens_reasoning(renderer, loaded.reasoning_format),
         grammars=GrammarCompiler(lambda: _describe_tokenizer(loaded), loaded.eos_token_ids),

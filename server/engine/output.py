@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from models.errors import GrammarFailed
+from models.output.call_reader import CallWatch
 from models.output.grammar import MaskWords, Opener, OutputGrammar, allows
 from models.output.pieces import MarkerSearch, ReasoningWatch, TokenLogprob
-from models.output.tool_calls import CallWatch
 from server.engine.request import Delta, FinishReason, GenerationRequest, LoopRule
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,10 @@ import numpy as np
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.formats import EmbeddingFormat, Judgement
 from models.inference.sampling_params import SamplingParams
+from models.output.call_formats import HARMONY, CallFormat
+from models.output.call_reader import CallReader, HarmonyReader
 from models.output.detokenizer import Detokenizer, token_search
 from models.output.pieces import OutputParser, ReasoningFormat, ReasoningParser, Thinking
-from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax, tool_parser
 from models.prompt.chat_template import ChatRenderer
 from models.prompt.shapes import ToolOrders
 from models.store.stored_model import ModelDefaults
@@ -84,7 +85,7 @@ class ServedModel(ListedModel):
     renderer: ChatRenderer
     token_texts: Detokenizer
     vocab_size: int
-    tool_syntax: ToolSyntax | None = None
+    call_format: CallFormat | None = None
     """None: calls stay text."""
     reasoning_format: ReasoningFormat | None = None
     """None: the model has none, or reasoning stays text."""
@@ -151,7 +152,7 @@ class ServedModel(ListedModel):
         """How calls are returned; "none" if the template takes no tools."""
         if not self.renderer.reads_tools:
             return "none"
-        return "text" if self.tool_syntax is None else "parsed"
+        return "text" if self.call_format is None else "parsed"
 
     def thinking(self, prompt: str, max_tokens: int | None = None, begun: str = "") -> Thinking | None:
         """How reasoning is marked and limited; None if none is possible. `prompt` ends with `begun`."""
@@ -164,12 +165,13 @@ class ServedModel(ListedModel):
         self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "", *, is_forced: bool = False
     ) -> OutputParser:
         """The answer's parser; `prompt` ends with `begun`."""
-        if isinstance(self.tool_syntax, HarmonyFormat):
-            return HarmonyParser(tools)
-        answer = OutputParser()
-        if tools and self.tool_syntax is not None:
-            answer = tool_parser(self.tool_syntax, tools, is_forced=is_forced)
+        if self.call_format is HARMONY:
+            return HarmonyReader(tools)
+        answer, thought = OutputParser(), OutputParser()
+        if tools and self.call_format is not None:
+            answer = CallReader(self.call_format, tools, is_forced=is_forced)
+            thought = CallReader(self.call_format, tools, in_thought=True)
         thinking = self.thinking(prompt, begun=begun)
         if thinking is None:
             return answer
-        return ReasoningParser(thinking.reasoning_format, answer, is_open=thinking.is_open)
+        return ReasoningParser(thinking.reasoning_format, answer, thought, is_open=thinking.is_open)

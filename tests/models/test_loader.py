@@ -16,8 +16,8 @@ import pytest
 from models.errors import ModelBroken, ModelError, ModelNotFound
 from models.loader import DEFAULT_CONTEXT_TOKENS, load
 from models.mlx_lm_import import make_prompt_cache
+from models.output.call_formats import HARMONY
 from models.output.detokenizer import StreamDecoder
-from models.output.tool_formats import HarmonyFormat
 from models.weights import fingerprint
 from tests.support import tiny_models
 
@@ -236,7 +236,7 @@ def test_the_markers_of_harmony_are_text_and_close_a_thought(tmp_path: Path) -> 
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "chat_template.jinja").write_text("{{ tools }}{{ messages[0].content }}<|start|>assistant")
     model = load(folder, "tiny")
-    assert isinstance(model.tool_syntax, HarmonyFormat)
+    assert model.call_format is HARMONY
     assert model.reasoning_format is not None
     decoder = StreamDecoder(model.detokenizer)
     assert "".join(map(decoder.push, model.reasoning_format.closing_ids)) == model.reasoning_format.closing

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy as np
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePoint, RestorePointKind
+from models.output.call_formats import GLM, CallFormat
+from models.output.call_reader import Tools
 from server.engine.request import Delta, Event, Failed, Finished, GenerationRequest, Started
 from server.engine.sequence import EngineState
 from server.engine.worker import Worker
@@ -160,3 +162,9 @@ class Harness:
                 return
             self.step()
         raise AssertionError("the engine made no progress")
+
+
+def single_call(tokens: Sequence[int], start: int, stop: int) -> tuple[CallFormat, Tools]:
+    """A format in which `tokens`, whose texts are numbers, call a tool between two places."""
+    name = " ".join(map(str, tokens[start + 1 : stop]))
+    return replace(GLM, open=f"{tokens[start]} ", close=f"{tokens[stop]} "), [{"function": {"name": name}}]

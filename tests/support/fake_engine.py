@@ -17,7 +17,7 @@ import numpy as np
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.formats import Judgement, Reading
-from models.output.tool_calls import ToolFormat
+from models.output.call_formats import HERMES
 from models.prompt.chat_template import ChatTemplateError, RenderedPrompt
 from models.prompt.shapes import Message
 from models.prompt.tool_definitions import ToolDefinitions
@@ -299,14 +299,6 @@ class FakeTexts:
         return b"".join(map(self.piece, token_ids)).decode(errors="replace")
 
 
-def parse_json_call(text: str, tools: Any = None) -> Any:
-    """The parser of calls written as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
-    return json.loads(text)
-
-
-JSON_TOOLS = ToolFormat("<tool_call>", "</tool_call>", parse_json_call)
-
-
 def fake_model(**changes: Any) -> ServedModel:
     """A model named `tiny` with 200 tokens of context, 1024 words and JSON tool calls."""
     settings: dict[str, Any] = {
@@ -316,6 +308,6 @@ def fake_model(**changes: Any) -> ServedModel:
         "context_tokens": 200,
         "vocab_size": VOCAB_SIZE,
         "created": 1_700_000_000,
-        "tool_syntax": JSON_TOOLS,
+        "call_format": HERMES,
     }
     return ServedModel(**{**settings, **changes})

@@ -255,6 +255,7 @@ class _MessageExchange(Exchange):
         edits = {"context_management": {"applied_edits": list[Any]()}}
         self._edits: Payload = {} if body.context_management is None else edits
         self._finished: list[Finished] = []
+        self._is_cut = False
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         async for event in self._events(answer):
@@ -286,6 +287,7 @@ class _MessageExchange(Exchange):
                         yield {"type": "ping"}
                 case Finished():
                     self._finished.append(event)
+                    self._is_cut = part.parser.is_cut
                     called = [block for block in part._content.so_far if block["type"] == "server_tool_use"]
                     found = [await self._on_thread(partial(self._run, search)) for search in called]
                     for told in self._content.add_results(found):
@@ -398,7 +400,7 @@ class _MessageExchange(Exchange):
 
     def _stop_reason(self, finished: Finished) -> str:
         if finished.reason is FinishReason.LENGTH:
-            is_full = self._num_left > 0 and not finished.is_loop
+            is_full = self._num_left > 0 and not finished.is_loop and not self._is_cut
             return "model_context_window_exceeded" if is_full else "max_tokens"
         if finished.stop_text is not None:
             return "stop_sequence"

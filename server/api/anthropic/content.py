@@ -53,12 +53,9 @@ class _Block(OutputPart):
 
     def end(self, status: PartStatus) -> list[PartEvent]:
         if self.head["type"] != "thinking":
-            return self.fail()
+            return [self._event("stop")]
         signed = {"type": "signature_delta", "signature": self.body()["signature"]}
-        return [self._event("delta", delta=signed), *self.fail()]
-
-    def fail(self) -> list[PartEvent]:
-        return [self._event("stop")]
+        return [self._event("delta", delta=signed), self._event("stop")]
 
     def _event(self, kind: str, **fields: Any) -> PartEvent:
         return {"type": f"content_block_{kind}", "index": self.index, **fields}
@@ -88,10 +85,6 @@ class AnswerContent(OutputParts):
                 # The model's own id stays.
                 own_id = f"{prefix}{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
                 return _Block({"type": kind, "id": own_id, "name": name})
-
-    def joined(self, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-        """One block of text."""
-        return {**first, "text": first["text"] + second["text"]}
 
     def add_results(self, results: Sequence[dict[str, Any]]) -> list[PartEvent]:
         """Adds search results; returns their events."""

@@ -18,8 +18,8 @@ from typing_extensions import TypedDict
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.formats import Vector
-from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
-from models.output.tool_formats import HarmonyFormat
+from models.output.call_formats import HARMONY
+from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallCut, ToolCallEnded, ToolCallStarted
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from models.texts import well_formed_json
@@ -109,14 +109,14 @@ def find_named(find: Callable[[str], Found], name: str | None) -> Found:
 
 def thinks(model: ServedModel) -> bool:
     """Whether reasoning is told apart."""
-    return model.reasoning_format is not None or isinstance(model.tool_syntax, HarmonyFormat)
+    return model.reasoning_format is not None or model.call_format is HARMONY
 
 
 def _template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any]:
     if body.think and not thinks(model):
         raise wrong("think", f"{model.id!r} does not support thinking", Code.UNSUPPORTED_PARAMETER)
     effort = body.think if isinstance(body.think, str) else None
-    if isinstance(model.tool_syntax, HarmonyFormat):
+    if model.call_format is HARMONY:
         effort = "high" if effort == "max" else effort
     return ThinkingWish(None if body.think is None else bool(body.think), effort).template_arguments()
 
@@ -249,10 +249,10 @@ class _ChatExchange(Exchange):
         return [_template_message(OllamaMessage.model_validate({**_MESSAGE, **self._whole(), "tool_calls": calls}))]
 
     def _keep(self, event: OutputEvent) -> Payload:
-        """Adds an event. Returns what a stream sends: text, a complete call, or the text of a call that failed."""
+        """Adds an event. Returns what a stream sends: text, a complete call, or the text of a call that was cut."""
         said: dict[str, Any] = {}
         match event:
-            case Text(text) | ToolCallFailed(text):
+            case Text(text) | ToolCallCut(text):
                 said["content"] = text
             case Reasoning(text):
                 said["thinking"] = text

@@ -431,8 +431,6 @@ class ChatExchange(_ChoiceExchange):
         self._said = ""
         self._reasoning = ""
         self._calls: list[ToolCallBody] = []
-        self._num_streamed = 0
-        """Failed calls included."""
 
     def _whole(self, end: Finished | Failed) -> Payload:
         return {"message": self._message, "logprobs": self._next_logprobs()}
@@ -454,9 +452,7 @@ class ChatExchange(_ChoiceExchange):
 
     def _take(self, piece: Piece) -> Payload | None:
         match piece:
-            case pieces.Text(text) | pieces.ToolCallFailed(text):
-                if isinstance(piece, pieces.ToolCallFailed):
-                    self._calls.pop()
+            case pieces.Text(text):
                 self._said += text
                 return {"content": text}
             case pieces.Reasoning(text):
@@ -465,7 +461,6 @@ class ChatExchange(_ChoiceExchange):
             case pieces.ToolCallStarted(call_id, name):
                 call: ToolCallBody = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
                 self._calls.append(call)
-                self._num_streamed += 1
                 return self._part_of_call({**call})
             case pieces.ToolArguments(text):
                 self._calls[-1]["function"]["arguments"] += text
@@ -476,7 +471,7 @@ class ChatExchange(_ChoiceExchange):
     def _part_of_call(self, part: Payload) -> Payload | None:
         """What a stream tells of a call; nothing of a second one in the older form."""
         if self.calls_reason == "tool_calls":
-            return {"tool_calls": [{"index": self._num_streamed - 1, **part}]}
+            return {"tool_calls": [{"index": len(self._calls) - 1, **part}]}
         return {"function_call": part["function"]} if len(self._calls) == 1 else None
 
     @property

@@ -266,9 +266,3 @@ class AnswerOutput(OutputParts):
                 # An unknown name is a function's.
                 tool = self._tools.by_name.get(name) or ClientTool(name)
                 return _CALLS[tool.kind](self._name, call_id, tool)
-
-    def joined(self, first: PartBody, second: PartBody) -> PartBody:
-        """One message, under the name of the first."""
-        [part] = second["content"]
-        text = first["content"][0]["text"] + part["text"]
-        return {**second, "id": first["id"], "content": [{**part, "text": text}]}

@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cache.snapshots import RestorePointKind
+from models.output.call_formats import HERMES
 from server.app.config import ServerConfig
 from server.app.log_events import PrefillProgress, RequestEnded, RequestRefused
 from server.diagnosis.causes import Miss, MissReason
@@ -18,7 +19,7 @@ from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_mod
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "d"}}]
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("get_weather", "f", "g")]
 CALL_TEXTS = ("Let me look.\n<tool", '_call>{"name": "get_weather", "arguments": {"city":', ' "Paris"}}</tool_call>')
 
 
@@ -122,27 +123,24 @@ LATE_FAULT = (
 )
 
 
-def test_a_call_that_fails_late_is_text_and_the_next_one_has_its_own_index(
+def test_a_call_that_fails_late_stays_in_part_and_the_answer_ends_as_if_cut_off(
     client: TestClient, engine: FakeEngine
 ) -> None:
     engine.script = Script(texts=LATE_FAULT)
-    deltas = [chunk["choices"][0]["delta"] for chunk in ask(client, tools=TOOLS, stream=True)]
+    chunks = ask(client, tools=TOOLS, stream=True)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert [(call["index"], call["function"]["arguments"]) for call in calls] == [
         (0, ""),
-        (0, '{"a": '),
-        (0, "1, "),
+        (0, '{"a": 1'),
         (1, ""),
         (1, "{}"),
     ]
-    assert "".join(delta.get("content", "") for delta in deltas) == "".join(LATE_FAULT[:2])
-
-
-def test_a_call_that_fails_late_is_no_call_of_a_whole_answer(client: TestClient, engine: FakeEngine) -> None:
-    engine.script = Script(texts=LATE_FAULT)
-    message = ask(client, tools=TOOLS)["choices"][0]["message"]
-    assert message["content"] == "".join(LATE_FAULT[:2])
-    assert [call["function"]["name"] for call in message["tool_calls"]] == ["g"]
+    choice = ask(client, tools=TOOLS)["choices"][0]
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ['{"a": 1', "{}"]
+    said = "".join(delta.get("content", "") for delta in deltas)
+    assert said == choice["message"]["content"] == ", oops}}</tool_call>"
+    assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_malformed_call_stays_text(client: TestClient, engine: FakeEngine) -> None:
@@ -172,13 +170,13 @@ def test_tools_that_are_not_offered_are_neither_shown_nor_called(
 
 def test_a_model_without_a_parser_answers_calls_as_text(engine: FakeEngine) -> None:
     engine.script = Script(texts=CALL_TEXTS)
-    client = TestClient(create_app(engine, fake_model(tool_syntax=None), ServerConfig()))
+    client = TestClient(create_app(engine, fake_model(call_format=None), ServerConfig()))
     assert ask(client, tools=TOOLS)["choices"][0]["message"]["content"] == "".join(CALL_TEXTS)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({}, "parsed"), ({"tool_syntax": None}, "text"), ({"renderer": FakeRenderer(reads_tools=False)}, "none")],
+    [({}, "parsed"), ({"call_format": None}, "text"), ({"renderer": FakeRenderer(reads_tools=False)}, "none")],
 )
 def test_the_model_says_what_becomes_of_its_calls(engine: FakeEngine, changes: dict[str, Any], says: str) -> None:
     client = TestClient(create_app(engine, fake_model(**changes), ServerConfig()))
@@ -469,7 +467,7 @@ def test_one_call_at_most_is_asked_of_the_engine_where_there_are_tools(
     ask(client, tools=tools, parallel_tool_calls=True)
     ask(client, parallel_tool_calls=False)
     assert [request.single_call for request in engine.requests] == [
-        ("<tool_call>", "</tool_call>"),
+        (HERMES, tools),
         None,
         None,
     ]

@@ -1,18 +1,18 @@
 """Forms that real clients send: each is read as the plain form of the same API, whose prompt and limits it gets."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 from starlette.testclient import TestClient
 
+from models.output.call_formats import HERMES
 from models.output.grammar import Grammar
 from server.app.config import ServerConfig
 from tests.server.api.ollama.test_ollama_fields import NamingBinder
 from tests.support.apps import create_app
-from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
+from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 
 CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
@@ -43,7 +43,7 @@ def client(engine: FakeEngine, renderer: FakeRenderer) -> TestClient:
     model = fake_model(
         renderer=renderer,
         grammars=KindBinder(),
-        tool_syntax=replace(JSON_TOOLS, writes_json=True),
+        call_format=HERMES,
         context_tokens=900,
     )
     return TestClient(create_app(engine, model, ServerConfig()))

@@ -8,8 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
+from models.output.call_formats import HARMONY
 from models.output.pieces import ReasoningFormat
-from models.output.tool_formats import HarmonyFormat
 from server.api.conversation import Conversation
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
@@ -89,7 +89,7 @@ def test_a_contradiction_is_refused_in_words(fields: dict[str, Any], param: str)
 
 
 def test_a_model_that_writes_in_channels_refuses_it() -> None:
-    answer = client_of(FakeEngine(), tool_syntax=HarmonyFormat()).post(CHAT, json=WAYS[0])
+    answer = client_of(FakeEngine(), call_format=HARMONY).post(CHAT, json=WAYS[0])
     assert (answer.status_code, "cannot be continued" in answer.text) == (400, True)
 
 

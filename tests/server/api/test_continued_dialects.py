@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
-from models.output.tool_formats import HarmonyFormat
+from models.output.call_formats import HARMONY
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving, until
 from tests.support.apps import create_app
@@ -95,7 +95,7 @@ def test_ollamas_chat_binds_an_answer_together_with_its_beginning(live: Live, ll
 
 def test_channels_are_not_gone_on_with() -> None:
     renderer = FakeRenderer()
-    model = fake_model(renderer=renderer, tool_syntax=HarmonyFormat())
+    model = fake_model(renderer=renderer, call_format=HARMONY)
     client = TestClient(create_app(FakeEngine(), model, ServerConfig()))
     asked = {"model": "tiny", "messages": [COUNT, BEGUN], "stream": False}
     refused = client.post("/v1/messages", json={**asked, "max_tokens": 9})

@@ -21,7 +21,6 @@ from models.output.pieces import (
     ToolArguments,
     ToolCallCut,
     ToolCallEnded,
-    ToolCallFailed,
     ToolCallStarted,
 )
 from models.prompt.shapes import Message
@@ -129,8 +128,6 @@ def written(event: Piece | Finished) -> tuple[str, Any]:
             return "arguments", text
         case ToolCallEnded() | ToolCallCut():
             return "called", None
-        case ToolCallFailed(text):
-            return "no call", text
         case Finished():
             return "end", {"reason": event.reason.value, "tokens": event.prompt_tokens}
 
@@ -179,7 +176,8 @@ def test_a_whole_answer_is_made_of_pieces() -> None:
         ["text", "Let me"],
         ["text", " look."],
         ["call", "f"],
-        ["arguments", '{"a": 1}'],
+        ["arguments", '{"a": 1'],
+        ["arguments", "}"],
         ["called", None],
         ["end", {"reason": "stop", "tokens": len("<user>Hi")}],
     ]
@@ -193,8 +191,8 @@ def test_a_stream_consists_of_named_events_and_ends_without_done() -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = [event.split("\n") for event in answer.text.strip().split("\n\n")]
     names = [name.removeprefix("event: ") for name, _ in events]
-    assert names == ["text", "text", "call", "arguments", "called", "end"]
-    assert [json.loads(data.removeprefix("data: ")) for _, data in events][3] == '{"a": 1}'
+    assert names == ["text", "text", "call", "arguments", "arguments", "called", "end"]
+    assert [json.loads(data.removeprefix("data: ")) for _, data in events][3:5] == ['{"a": 1', "}"]
 
 
 def test_a_stream_of_lines_holds_nothing_but_lines() -> None:

@@ -17,7 +17,7 @@ from server.engine.sequence import Sequence as EngineSequence
 from tests.server.engine.test_grammar import BOUND, CALLS, bound_reference, sampled
 from tests.server.engine.test_preemption import Tight
 from tests.support import fake_model
-from tests.support.engine_driver import EXPECTED_TOKENS, Collected, Harness
+from tests.support.engine_driver import EXPECTED_TOKENS, Collected, Harness, single_call
 from tests.support.fake_grammar import Circle, allowed_after
 from tests.support.fake_runner import EOS, FakeRunner, next_token, reference
 from tests.support.oracle import Oracle
@@ -64,7 +64,7 @@ def _timeless(event: Event) -> Event:
 
 
 FREE = reference(prompt_of(1, 20), 40, ignore_eos=True)
-MARKERS = (f"{FREE[4]} ", f"{FREE[9]} ")
+SINGLE_CALL = single_call(FREE, 4, 9)
 CLOSED = Thinking(ReasoningFormat("30 ", "12 ", (11, 12, 13)), is_open=True, max_tokens=5)
 
 ENDS: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ ENDS: dict[str, dict[str, Any]] = {
     "kept stop text": {"stop": (f"{FREE[8]} {FREE[9]}",), "keeps_stop": True},
     "stop text that is begun again and again": {"stop": (f"{FREE[3]} 99", f"{FREE[12]} 99", f"{FREE[39]}")},
     "least length": {"stop_token_ids": frozenset(FREE[3:9]), "sampling": SamplingParams(min_tokens=8)},
-    "one call": {"single_call": MARKERS},
+    "one call": {"single_call": SINGLE_CALL},
     "closed reasoning": {"thinking": CLOSED, "max_tokens": 20},
     "reasoning that closes the answer": {"thinking": CLOSED, "max_tokens": 7},
     "log-probabilities": {"sampling": SamplingParams(top_logprobs=2)},

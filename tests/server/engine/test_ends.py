@@ -11,7 +11,7 @@ from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.output import LoopWatch
 from server.engine.request import FinishReason, LoopRule
 from tests.server.engine.test_preemption import Tight, prompt_of
-from tests.support.engine_driver import Collected, Harness
+from tests.support.engine_driver import Collected, Harness, single_call
 from tests.support.fake_runner import EOS, VOCABULARY, ScriptedRunner, next_token, reference
 
 pytestmark = pytest.mark.usefixtures("overlaps")
@@ -116,8 +116,7 @@ def test_other_rows_are_not_changed_by_one_with_a_least_length() -> None:
 
 def test_an_answer_of_one_call_ends_with_it_and_the_next_turn_finds_all_of_it() -> None:
     harness = Harness()
-    markers = (f"{FREE[2]} ", f"{FREE[5]} ")
-    sink = answer(harness, single_call=markers)
+    sink = answer(harness, single_call=single_call(FREE, 2, 5))
     assert sink.tokens == FREE[:6]
     assert (sink.last.reason, sink.last.stop_text) == (FinishReason.STOP, None)
     following = answer(harness, [*PROMPT, *sink.tokens, 48, 48])

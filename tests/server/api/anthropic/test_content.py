@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallCut, ToolCallEnded, ToolCallStarted
 from models.texts import enclose
 from server.api.anthropic.content import AnswerContent, reasoning_of, sign
 
 CALL: list[Piece] = [ToolCallStarted("call_1", "f"), ToolArguments('{"a": '), ToolArguments("1}"), ToolCallEnded()]
-FAILED: list[Piece] = [ToolCallStarted("call_2", "g"), ToolArguments('{"a": '), ToolCallFailed("<tool_call>{")]
+CUT: list[Piece] = [ToolCallStarted("call_2", "g"), ToolArguments('{"a": 1'), ToolCallCut("<tool_call>{")]
 
 
 def told(pieces: list[Piece], **settings: Any) -> tuple[AnswerContent, list[dict[str, Any]]]:
@@ -66,14 +66,14 @@ def test_each_kind_of_piece_has_its_block() -> None:
     assert [as_block(made) for made in collected(events)] == content.so_far
 
 
-def test_a_call_that_fails_is_text_and_its_block_in_the_stream_has_ended() -> None:
-    content, events = told([Text("So: "), *FAILED, Text(" and on")])
-    assert content.so_far == [{"type": "text", "text": "So: <tool_call>{ and on", "citations": None}]
-    assert [(made["type"], made.get("text")) for made in collected(events)] == [
-        ("text", "So: "),
-        ("tool_use", None),
-        ("text", "<tool_call>{ and on"),
+def test_a_call_that_breaks_stays_in_part_and_what_follows_is_text() -> None:
+    content, events = told([Text("So: "), *CUT, Text(" and on")])
+    assert content.so_far == [
+        {"type": "text", "text": "So: ", "citations": None},
+        {"type": "tool_use", "id": "toolu_2", "name": "g", "input": {}, "caller": {"type": "direct"}},
+        {"type": "text", "text": " and on", "citations": None},
     ]
+    assert [made["type"] for made in collected(events)] == ["text", "tool_use", "text"]
 
 
 def test_what_was_said_so_far_is_there_before_the_end() -> None:

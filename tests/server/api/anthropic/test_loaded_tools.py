@@ -11,6 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
+from models.output.call_formats import HERMES
 from models.prompt import tokenize
 from server.api.anthropic import api as messages_module
 from server.api.anthropic.tool_search import BM25, MAX_FOUND, MAX_SECONDS, REGEX, SearchFailed, find_tools
@@ -18,7 +19,7 @@ from server.app.config import ServerConfig
 from tests.server.api.anthropic.test_messages import COUNT, HI, Served
 from tests.server.api.test_live import serving
 from tests.support.apps import create_app
-from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
+from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 
 
@@ -315,7 +316,7 @@ def answers() -> Iterator[Any]:
         engine, renderer = TakingTurns(*scripts), FakeRenderer()
         server = running(
             create_app(
-                engine, fake_model(context_tokens=100_000, renderer=renderer, tool_syntax=JSON_TOOLS), ServerConfig()
+                engine, fake_model(context_tokens=100_000, renderer=renderer, call_format=HERMES), ServerConfig()
             )
         )
         stack.append(server)
@@ -418,7 +419,7 @@ def test_an_answer_that_only_searches_is_paused(answers: Any) -> None:
 
 def test_a_whole_answer_holds_all_parts() -> None:
     engine = TakingTurns(searching(REGEX, "weather"), CALL_WEATHER)
-    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), tool_syntax=JSON_TOOLS)
+    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), call_format=HERMES)
     client = TestClient(create_app(engine, served, ServerConfig()))
     body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
     answer = client.post("/v1/messages", json=body).json()
@@ -429,7 +430,7 @@ def test_a_whole_answer_holds_all_parts() -> None:
 
 def test_each_part_is_a_turn_that_goes_on_from_the_part_before() -> None:
     engine = TakingTurns(searching(REGEX, "weather"), CALL_WEATHER)
-    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), tool_syntax=JSON_TOOLS)
+    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), call_format=HERMES)
     client = TestClient(create_app(engine, served, ServerConfig()))
     body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
     answer = client.post("/v1/messages", json=body, headers={"x-session-id": "s"}).json()
@@ -443,7 +444,7 @@ def test_an_answer_ends_with_what_it_has_where_the_queue_is_full() -> None:
             self.max_waiting = 0 if self.requests else None
             return super().submit(request)
 
-    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), tool_syntax=JSON_TOOLS)
+    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), call_format=HERMES)
     app = create_app(Full(searching(REGEX, "weather")), served, ServerConfig())
     body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
     answer = TestClient(app).post("/v1/messages", json=body)
@@ -459,7 +460,7 @@ def test_an_answer_goes_on_although_another_model_waits_for_the_memory_of_its_ow
                 member.is_leaving = True
             return super().submit(request)
 
-    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), tool_syntax=JSON_TOOLS)
+    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), call_format=HERMES)
     app = create_app(Wanted(searching(REGEX, "weather"), CALL_WEATHER), served, ServerConfig())
     body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
     answer = TestClient(app).post("/v1/messages", json=body)

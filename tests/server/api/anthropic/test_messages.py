@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from models.output.call_formats import HERMES
 from models.output.grammar import CompiledGrammar, Grammar
 from models.output.pieces import ReasoningFormat
 from models.texts import enclose
@@ -18,7 +19,7 @@ from server.diagnosis.causes import Cause, Miss, MissReason
 from server.engine.request import FinishReason, OutOfMemory
 from tests.server.api.test_live import until
 from tests.support.apps import create_app
-from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
+from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -26,7 +27,7 @@ HI: dict[str, Any] = {"role": "user", "content": "Hi"}
 THINK = ReasoningFormat("<think>", "</think>", (5,))
 TOOL = {"name": "get_weather", "description": "The weather.", "input_schema": {"type": "object"}}
 CALLING = Script(
-    ("Let me look.\n<tool_", 'call>{"name": "get_weather", "arguments": {"city": ', '"Zürich"}}</tool_call>')
+    ("Let me look.\n<tool_", 'call>{"name": "get_weather", "arguments": {"city": ', '"Zür', 'ich"}}</tool_call>')
 )
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
@@ -466,8 +467,8 @@ class Speller:
 def test_forced_calls_bind_the_answer(choice: dict[str, Any], start: str, names: tuple[str, ...]) -> None:
     tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("f", "g")]
     body = MessagesBody.model_validate({"messages": [HI], "max_tokens": 9, "tools": tools, "tool_choice": choice})
-    syntax = replace(JSON_TOOLS, writes_json=True)
-    model = fake_model(grammars=Speller(), tool_syntax=syntax)
+    syntax = HERMES
+    model = fake_model(grammars=Speller(), call_format=syntax)
     conversation = read_conversation(body, model, ServerConfig(), "")
     wanted = answer_grammar(model, conversation, read_params(body, model))
     assert wanted is not None and wanted.param == "tool_choice"

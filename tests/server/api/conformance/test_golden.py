@@ -105,7 +105,8 @@ EXCHANGES: dict[str, tuple[dict[str, Any], Script | None, dict[str, Any]]] = {
     "responses/golden/response_failed_call": (
         RESPONSE,
         replace(
-            PATCHING, texts=('Look. <tool_call>{"name": "get_weather", "arguments": {"a": 1', "}</tool_call> So.")
+            PATCHING,
+            texts=('Look. <tool_call>{"name": "get_weather", "arguments": {"a": 1', ", oops}</tool_call> So."),
         ),
         RESPONSE_TOOLS | STREAM,
     ),

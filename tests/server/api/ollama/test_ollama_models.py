@@ -13,8 +13,8 @@ from packaging.version import Version
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
+from models.output.call_formats import HARMONY
 from models.output.pieces import ReasoningFormat
-from models.output.tool_formats import HarmonyFormat
 from server.app.config import ServerConfig
 from server.pool.served import ModelFacts, architecture_facts
 from tests.support.apps import create_app
@@ -79,9 +79,9 @@ def test_one_model_in_detail(client: ollama.Client) -> None:
     ("changes", "capabilities"),
     [
         ({"reasoning_format": ReasoningFormat("<think>", "</think>")}, ["completion", "tools", "thinking"]),
-        ({"tool_syntax": None}, ["completion"]),
+        ({"call_format": None}, ["completion"]),
         ({"renderer": FakeRenderer(reads_tools=False)}, ["completion"]),
-        ({"tool_syntax": HarmonyFormat()}, ["completion", "tools", "thinking"]),
+        ({"call_format": HARMONY}, ["completion", "tools", "thinking"]),
     ],
 )
 def test_capabilities_are_what_can_be_asked(changes: Any, capabilities: list[str]) -> None:

@@ -9,11 +9,12 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from models.output.call_formats import HERMES
 from models.prompt import tokenize
 from server.api.responses.conversation import read_messages, read_tools
 from server.app.config import ServerConfig
 from tests.support.apps import create_app
-from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
+from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 
 SEARCH: dict[str, Any] = {"type": "tool_search", "execution": "client", "description": "Finds tools."}
@@ -40,7 +41,7 @@ def calling(name: str, **arguments: Any) -> Script:
 class Served:
     def __init__(self, script: Script = Script()) -> None:  # noqa: B008 - frozen
         self.engine, self.renderer = FakeEngine(script), FakeRenderer()
-        model = fake_model(renderer=self.renderer, tool_syntax=JSON_TOOLS, context_tokens=100_000)
+        model = fake_model(renderer=self.renderer, call_format=HERMES, context_tokens=100_000)
         self.client = TestClient(create_app(self.engine, model, ServerConfig()))
 
     def ask(self, **fields: Any) -> dict[str, Any]:

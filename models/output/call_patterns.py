@@ -1,0 +1,187 @@
+"""What a format's description means to its reader: patterns of the markers around calls, names and arguments. Pure.
+
+A pattern ends at a marker or looks ahead to one, and none of its alternatives begins another: as long as more text
+could change a match, the match is partial, so that matches do not depend on how a text is cut. White space may stand
+wherever a description has some.
+"""
+
+from functools import cached_property, lru_cache
+from typing import Any, Final
+
+import regex as re
+
+from models.output.call_formats import CallFormat, Literal
+
+END, CUT = "\udfff", "\udffe"
+"""Stand behind an answer that ended by itself, or was cut off: no decoded text holds halves of characters."""
+OVER: Final = f"{END}{CUT}"
+_NEVER: Final = "(?!)"
+_KEY: Final = rf"[^<>\n\"{OVER}]{{1,256}}?"
+_NAME: Final = rf"[^<>\n\"{{}}()\[\]{OVER}]{{1,256}}?"
+_WORD: Final = r"[\w.:/-]{1,256}"
+_FENCE: Final = r"(?:```\w*\s*)?"
+_SLACK: Final = r"\s*(?P<extra>[}\]])?\s*(?:```)?\s*[,;]?\s*"
+"""One brace too many, a fence, a separator."""
+_VALUE: Final = r"""(?:["'\[{(]|-?\d|[tT]rue|[fF]alse|null|None)"""
+
+
+HARMONY_HEADER: Final = re.compile(rf"\s*(?:<\|start\|>|<\|channel\|>|to=)[^{OVER}]{{0,512}}?<\|message\|>")
+
+
+def loosely(text: str) -> str:
+    """A pattern of `text`, with any white space where it has some."""
+    return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
+
+
+def either(*patterns: str) -> str:
+    """A pattern of one of these; empty ones do not count."""
+    return "(?:" + ("|".join(one for one in patterns if one) or _NEVER) + ")"
+
+
+class Ends:
+    """Where a text without escapes ends: at its tag, if the format's next element follows."""
+
+    inner: tuple[str, str] | None = None
+    """A tag within the text, and what it stands for there."""
+
+    def __init__(
+        self, form: "Patterns", tag: str, more: str, closers: str = "", letters: str = "", missing: str = ""
+    ) -> None:
+        """`more` goes on with arguments; `closers` stand before the call's end.
+
+        The tag may be left out before one of `letters`, or before the call's end `missing`.
+        """
+        ends, close, another = rf"{closers}\s*(?:{form.ends}\s*)?", form.close, form.another
+        call_end = rf"{ends}{close}" if form.closes else rf"{closers}\s*{form.ends}"
+        over = rf"{ends}(?:{close}\s*)?(?:[{OVER}]|(?P<another>{another}))"
+        repaired = rf"|(?P<repair>\s?(?={missing}\s*(?:{END}|{another})))" if missing else ""
+        before = (form.ends, form.close) if missing else (f"[{letters}]",) if letters else ()
+        self.value = re.compile(rf"{tag}(?:(?={more})|(?P<last>(?={call_end}|{over}))){repaired}")
+        self.mark = re.compile(
+            rf"(?P<nested>{form.nested})|[{OVER}]|{either(tag.removeprefix(chr(92) + 'n?'), *before)}"
+        )
+        self.letters = frozenset(f"<]{OVER}{letters}")
+        """One of these begins each mark."""
+        self.call_end = re.compile(rf"{tag}{call_end}")
+        self.sure = re.compile(rf"{tag}{over}")
+        self.later = re.compile(rf"(?P<again>{tag}(?:{call_end}|{over}))|[{OVER}]|{another}")
+
+
+class Patterns:
+    """The patterns of one format."""
+
+    def __init__(self, form: CallFormat) -> None:
+        self.form, body = form, form.body
+        self.body: Any = body
+        opens, self.closes = _spellings(form, form.open), _spellings(form, form.close)
+        if form.is_bare and isinstance(body, Literal) and body.has_bare_keys:
+            self.closes.append(rf"\](?=\s*[^\s<{OVER}])")
+        self.close, self.open = either(*self.closes), re.compile(either(*opens))
+        self.ends = either("" if form.is_envelope else loosely(form.end.strip()))
+        tag, head = re.escape(form.tag.removesuffix("functions.")), self._head
+        is_literal = isinstance(form.body, Literal)
+        is_listed = form.open[-1:] == "[" or (isinstance(body, Literal) and body.assign == "=")
+        self.head = re.compile(rf"\s*\[?\s*{head}" if is_listed else rf"\s*{head}")
+        self.is_tagged = tag[:1] == "<"
+        self.starts = [*opens, *([tag] if self.is_tagged else [])]
+        behind, first = ("", "") if is_literal else (self._behind_head, self._first_key)
+        begun = either(*(rf"{one}\s*{head}" for one in opens), head if self.is_tagged else "")
+        self.another, self.nested = begun + behind, begun + first
+        """Begins another call behind one; begins one within a text, which has end tags of its own."""
+        nexts = either(END, *opens, tag or (head if is_literal else ""))
+        slack, close = (_SLACK if is_literal else r"\s*"), self.close if is_literal or self.closes else self.ends
+        ended = rf"(?:{self.ends}{slack})?" if is_literal or self.closes else ""
+        self.tail = re.compile(rf"{slack}{ended}(?:(?P<close>{close})|(?={nexts}))")
+        self.without = re.compile(rf"\s*(?={either(END, *self.closes, self.ends)})")
+
+    @cached_property
+    def _head(self) -> str:
+        """Of a call up to its arguments, with the group `name`."""
+        form, (before, _, behind) = self.form, self.form.head.partition("{}")
+        if form.is_envelope:
+            return rf"{_FENCE}\[?\s*(?=\{{)"
+        before, behind = loosely(before.strip().removesuffix("functions.")), behind.strip().removeprefix(":#")
+        if isinstance(form.body, Literal):
+            name = rf"(?P<name>{_WORD if form.body.has_bare_keys else _NAME})\s*"
+            call_id = rf"(?:{re.escape(form.id_marker)}\s*(?P<id>\w+)\s*)?" if form.id_marker else ""
+            return rf"{before}{name}{call_id}{either(loosely(behind), rf'(?={re.escape(form.body.open)})')}"
+        name = rf"{before}(?P<name>{_NAME}){_attributes(loosely(behind))}"
+        return name if form.tag else name + self._behind_head  # what follows a bare name tells that it is one
+
+    @property
+    def _first_key(self) -> str:
+        return rf"\s*(?={either(*map(re.escape, (self.body.key.partition('{}')[0], self.body.whole[0])))})"
+
+    @property
+    def _behind_head(self) -> str:
+        return either(self._first_key, rf"\s*(?={either(self.ends, self.close, END)})")
+
+    @cached_property
+    def _key(self) -> str:
+        before, _, behind = self.body.key.partition("{}")
+        return rf"\s*{loosely(before)}(?P<key>{_KEY}){_attributes(loosely(behind.strip()))}"
+
+    @cached_property
+    def key(self) -> Any:
+        return re.compile(self._key + (r"(?:\n|(?=[^\n]))" if self.body.key.endswith("\n") else ""))
+
+    @cached_property
+    def _value_tag(self) -> str:
+        line = r"\n?" if self.body.end.startswith("\n") else ""
+        return f"{line}{re.escape(self.body.end.strip())}"
+
+    @cached_property
+    def value_ends(self) -> Ends:
+        """Of an argument between tags."""
+        missing = either(rf"(?:{self.ends}\s*)?{self.close}", self.ends)
+        return Ends(self, self._value_tag, self._key, missing=missing)
+
+    @cached_property
+    def quoted_ends(self) -> Ends:
+        """Of an argument between tags and quotes."""
+        tag = rf"{re.escape(self.body.quote[1])}\s*{self._value_tag}"
+        return Ends(self, tag, self._key)
+
+    @cached_property
+    def quote(self) -> Any:
+        return re.compile(rf"\s*{re.escape(self.body.quote[0])}" if self.body.quote[0] else _NEVER)
+
+    @cached_property
+    def whole(self) -> tuple[Any, Any]:
+        """Around all arguments as one object."""
+        return tuple(re.compile(rf"\s*{loosely(one)}" if one else _NEVER) for one in self.body.whole)
+
+    @lru_cache(256)  # noqa: B019 - formats, and so patterns, are few and live as long as the process
+    def raw_ends(self, closers: tuple[str, ...], keys: tuple[str, ...], *, is_quoted: bool) -> Ends:
+        """Of a text in a literal, within `closers`, the innermost first; `keys` are those of the outermost."""
+        quote = re.escape(self.body.quote)
+        mark = rf"(?:{quote}|[\"'])?"
+        more, before = list[str](), ""
+        for closer in closers[:-1]:
+            inner = rf"(?:{quote}|{_VALUE})" if closer in "])" else rf"{mark}[\w$][\w.$-]*{mark}\s*[:=]"
+            more.append(rf"{before}\s*,\s*{inner}")
+            before += rf"\s*{re.escape(closer)}"
+        named = either(*(rf"(?P<key>{re.escape(key)})" for key in keys))
+        more.append(rf"{before}(?:\s*{named}|\s*,\s*{mark}(?P<key>[\w$][\w.$-]*){mark})\s*[:=]")
+        tag, letters = (quote, "") if is_quoted else (rf"(?:{quote})?", r",\]})")
+        ends = Ends(self, tag, either(*more), rf"{before}(?:\s*{re.escape(closers[-1])})?\s*[}}\]]?", letters)
+        ends.inner = (self.body.quote, self.body.inner_quote) if self.body.inner_quote else None
+        return ends
+
+
+def _spellings(form: CallFormat, marker: str) -> list[str]:
+    """Patterns of a marker; a bracket within it may be left out, and one behind it is of the head."""
+    texts = [marker.strip(), *(alias for alias, text in form.aliases if text == marker)] if marker else []
+    patterns = (loosely(text.removesuffix("[") if text[:1] != "[" else text) for text in texts)
+    return [re.sub(r"^\\\](?=.)", r"\\]?\\s*", one) for one in patterns]
+
+
+def _attributes(pattern: str) -> str:
+    """Attributes with `#` or `*` may be left out; the group `kind` is the last one's value."""
+    return str(re.sub(r'\\s\*\w+="\\[#*]"', r'(?:\\s+\\w+="(?P<kind>[^"<>]*)")*', pattern))
+
+
+@lru_cache
+def patterns_of(form: CallFormat) -> Patterns:
+    """Compiled once for each format."""
+    return Patterns(form)
