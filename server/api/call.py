@@ -216,7 +216,7 @@ class Call:
         plan = self._open_plan(self._context, Incoming(self._http, fields, self.id_prefix + name))
         if not is_finite:
             # No typed field refused the number, so it is inside an object with unchecked content.
-            raise ApiError(Code.INVALID_JSON, "the body holds NaN or Infinity, which are not JSON")
+            raise ApiError(Code.INVALID_JSON, "the body holds NaN, Infinity or a number as large, which is not JSON")
         return plan
 
     def _asked_as(self, fields: Mapping[str, Any]) -> tuple[str, str | None]:

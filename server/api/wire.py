@@ -127,7 +127,20 @@ def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
             raise ApiError(Code.INVALID_JSON, f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ApiError(Code.INVALID_JSON, "the body must be a JSON object")
-    return value, is_finite
+    return value, is_finite and not _overflows(raw, value)
+
+
+_LARGE_NUMBER: Final = re.compile(rb"[eE]\+?\d{3}|\d{300}")
+
+
+def _overflows(raw: bytes, value: dict[str, Any]) -> bool:
+    """Whether a number is too large for a float, as 1e400, which is read as infinite."""
+    if _LARGE_NUMBER.search(raw):
+        try:
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            return True
+    return False
 
 
 def check_amount(raw: bytes) -> None:
