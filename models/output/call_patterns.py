@@ -57,9 +57,8 @@ class Ends:
         repaired = rf"|(?P<repair>\s?(?={missing}\s*(?:{END}|{another})))" if missing else ""
         before = (form.ends, form.close) if missing else (f"[{letters}]",) if letters else ()
         self.value = re.compile(rf"{tag}(?:(?={more})|(?P<last>(?={call_end}|{over}))){repaired}")
-        self.mark = re.compile(
-            rf"(?P<nested>{form.nested})|[{OVER}]|{either(tag.removeprefix(chr(92) + 'n?'), *before)}"
-        )
+        nested = _NEVER if tag.startswith(r"\]") else form.nested  # a call within CDATA has other end tags
+        self.mark = re.compile(rf"(?P<nested>{nested})|[{OVER}]|{either(tag.removeprefix(chr(92) + 'n?'), *before)}")
         self.letters = frozenset(f"<]{OVER}{letters}")
         """One of these begins each mark."""
         self.call_end = re.compile(rf"{tag}{call_end}")

@@ -523,7 +523,9 @@ def test_arguments_come_as_they_are_written(call_format: CallFormat) -> None:
     for place in range(0, len(text), 4):
         pieces = parser.feed(text[place : place + 4])
         silent = 0 if any(isinstance(piece, ToolArguments) for piece in pieces) else silent + 1
-        begun = begun or any(isinstance(piece, ToolCallStarted) for piece in pieces)
+        if any(isinstance(piece, ToolCallStarted) for piece in pieces):
+            begun = isinstance(pieces[-1], ToolArguments) and "x" in pieces[-1].text
+            assert begun, "the name comes with letters of the value"
         assert begun == (place + 4 > start + 1) or (place + 4 - start) in range(-4, 9)
         assert silent <= 16 or not begun
     assert isinstance(parser.finish(is_complete=True)[-1:] or [ToolCallEnded()], list) and parser.made_calls
@@ -631,13 +633,13 @@ def test_of_broken_texts_nothing_is_lost_and_cuts_change_nothing(
 )
 def test_a_whole_call_within_a_text_is_of_the_text(call_format: CallFormat) -> None:
     example = written(call_format, [PARIS])
-    for content in (example, f"So:\n{example}\nDone.", f"{example} and {call_format.close}{call_format.end}"):
+    for content in (example, f"So:\n{example}\nDone.", f"{example}\n{example}."):
         for calls in ([("create", {"content": content})], [("create", {"content": content}), PARIS]):
             found = meaning(pieces_of(parser_of(call_format, TOOLS), list(written(call_format, calls))))
-            assert found == calls or ("create" not in [part[0] for part in found] and found[0][0] == "cut")
-        assert meaning(
-            pieces_of(parser_of(call_format, TOOLS), [written(call_format, [("create", {"content": content})])])
-        )
+            if content.count(example) == 1:
+                assert found == calls
+            else:  # there are two readings
+                assert found == calls or found[0][:2] == ("cut", "create")
 
 
 PARSERS: Final = {
