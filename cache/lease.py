@@ -97,9 +97,11 @@ class Lease:
 
         The caches must be evaluated; an error damages them.
         """
+        if self.is_lost:
+            return True
         # The snapshot at the prompt's end can be evicted only once the trie has the tokens after it.
         self._commit()
-        return self.is_lost or self._reclaimer.try_grow(self._slot, max_tokens, needed)
+        return self._reclaimer.try_grow(self._slot, max_tokens, needed)
 
     def append(self, *tokens: int) -> None:
         """Records tokens of a decode step; the first of all is the prompt's last."""
@@ -147,6 +149,9 @@ class Lease:
 
     def _release(self) -> None:
         slot = self._slot
+        if self.is_lost:
+            self._pager.discard(slot)
+            return
         try:
             self._commit()
         except Exception:
@@ -194,13 +199,16 @@ class Lease:
         trie, node = self._trie, self._slot.tip
         assert node.stop == self.offset, "only a committed sequence can be captured"
         before = node.snapshot, node.kind, node.is_explicit
+        is_missing = self._pager.layout.needs_snapshots and not is_restorable(self._pager.layout, node)
+        taken = self._pager.snapshot(self._slot) if is_missing else None
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
         self._memory.order.changed(node)
-        if self._pager.layout.needs_snapshots and not is_restorable(self._pager.layout, node):
+        if taken is not None:
             node.kind = kind
-            trie.snap(node, self._pager.snapshot(self._slot))
+            trie.snap(node, taken)
             marked, is_background = self._mark_superseded(), self._slot.is_background
-            if self._reclaimer.free(protected=[node], is_background=is_background, or_nothing=True) > 0:
+            missing = self._reclaimer.free(protected=[node], is_background=is_background, or_nothing=True)
+            if missing > 0 and node.parent is not None:  # an error may have taken the sequence
                 snapshot, node.kind, node.is_explicit = before
                 trie.snap(node, snapshot)
                 for older, last_used in marked:

@@ -7,6 +7,7 @@ out regardless: that loses nothing.
 """
 
 import contextlib
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
@@ -20,6 +21,8 @@ from cache.slots import RequestClock
 from cache.snapshots import KEPT_POINTS, has_shared_rows
 from cache.trie import Node, PrefixTrie, Snapshot
 from cache.types import TokenArray
+
+logger = logging.getLogger(__name__)
 
 MAX_NAMESPACES = 1024
 """The most namespaces, since eviction visits all."""
@@ -168,7 +171,10 @@ class MemoryTier:
             fields = {"kind": "snapshot" if is_snapshot else "edge", "tokens": node.stop - node.start}
             self.journal.record(Happening.EVICTED, name, **fields, bytes=num_bytes, reason=reason)
         if self.disk is not None:
-            self.disk.save_dropped(node)
+            try:
+                self.disk.save_dropped(node)
+            except Exception as error:  # the state is dropped all the more
+                logger.warning("dropped state was not written to disk: %s", error)
         if is_snapshot:
             node.trie.snap(node, rest)
         else:

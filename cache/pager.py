@@ -5,9 +5,13 @@ Decides neither what to move nor what to evict. Invariants:
 * state leaves a slot in `page_out` only, which first stores every span that is live only there;
 * a slot's log, layer caches and path to the tip hold the same tokens; of a running request the log may be ahead;
 * a slot with a head has own spans after the head's tokens only, and is home of no node before.
+
+An error leaves a slot as it was, or empty: nodes that were live only there are then gone. Giving up and discarding
+evaluate nothing.
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -20,6 +24,8 @@ from cache.slots import Slot
 from cache.snapshots import RestorePointKind, first_row, is_restorable, window_rows
 from cache.trie import Node, PrefixTrie, Snapshot
 from cache.types import LayerCache, SharedBuffers, TokenArray, TokenLog
+
+logger = logging.getLogger(__name__)
 
 CLEAR_BYTES = 64 << 20
 """After paging out this much MLX's pool is freed: nothing else needs such buffers."""
@@ -99,16 +105,19 @@ class Pager:
         """Takes `[keep, …)` out of a slot: nodes live only there are stored, others get another home.
 
         A slot that keeps less than its head keeps nothing. Unless `keep` is 0 the slot `is_cut`: page it in, or give
-        it up.
+        it up. By an error the slot is given up; it is raised if something was to be kept.
         """
         keep = keep if keep >= slot.origin else 0
         if slot.offset > keep and slot.tip.parent is not None:
             try:
                 self.keep_tip(slot)
                 self._store_homed(slot, self.trie(slot.namespace), keep)
-            except Exception:
+            except Exception as error:
+                logger.warning("what slot %d held is evaluated again: %s", slot.index, error)
                 self.give_up(slot, slot.tip.path())
-                raise
+                if keep:
+                    raise
+                return
             self._record(Happening.PAGED_OUT, slot, slot.offset - max(keep, slot.origin))
         if keep == 0:
             num_bytes = self.ledger.slot_bytes(slot.index)
@@ -155,8 +164,11 @@ class Pager:
 
     def empty(self, slot: Slot) -> None:
         """Empties a slot, whose state was stored or is dropped next; there may be no memory for new layer caches."""
+        if self.shared is not None and slot.is_leased:
+            self.shared.drop(slot.caches)
         self.move_tip(slot, self.trie(slot.namespace).root)
-        slot.caches, slot.head = [], None
+        slot.caches.clear()  # the rows of a step, which are referenced until the next one, have the same list
+        slot.head = None
         slot.log.truncate(0)
         slot.is_cut = False
         if slot in self.heads:
@@ -178,27 +190,21 @@ class Pager:
 
     def discard(self, slot: Slot) -> None:
         """Ends a lease with untrusted caches."""
-        if self.shared is not None:
-            self.shared.drop(slot.caches)
-        slot.caches.clear()  # the rows of a step are referenced until the next one
         self.give_up(slot, slot.tip.path())
         slot.is_leased = False
-        self.measure_running()
+        self.measure()
 
     # -- heads
 
     def share_head(self, slot: Slot, tip: Node, head: Slot | None) -> Slot | None:
         """Cuts a sequence's first tokens off, up to `tip` on its path: they move into a new head if `head` is None.
 
-        Returns the head, None if there is none yet: an earlier error took the sequence's state, and it is given up.
-        An error loses the sequence, if it runs until its lease ends.
+        Returns the head. An error loses the sequence, if it runs until its lease ends.
         """
         shared = head or self._new_head(slot.namespace)
         try:
-            if not self.layout.has_rows(self._separated(slot)):
-                self.give_up(slot, slot.tip.path())
-                return head
-            self.layout.split_at_head(slot.caches, shared.caches, tip.stop)
+            self.layout.split_at_head(self._separated(slot), shared.caches, tip.stop)
+            held_bytes = {one.index: self.live_bytes(one) for one in (shared, slot)}
         except Exception:
             self.give_up(slot, slot.tip.path())
             raise
@@ -207,10 +213,11 @@ class Pager:
             shared.log.append(slot.log.view(0, tip.stop))
             self.heads.append(shared)
             self.move_tip(shared, tip)
-            self.measure(shared)
         for node in tip.path():
             node.home = shared if node.home is slot else node.home
-        self.measure(slot)
+        for index, num_bytes in held_bytes.items():
+            self.ledger.set_live(index, num_bytes)
+        self.measure()
         return shared
 
     def _new_head(self, namespace: str) -> Slot:
@@ -243,8 +250,9 @@ class Pager:
         """Takes a snapshot at an idle sequence's end."""
         is_whole = not slot.is_cut and slot.tip.parent is not None and slot.tip.stop == slot.offset
         if is_whole and self.layout.needs_snapshots and not is_restorable(self.layout, slot.tip):
+            taken = self.snapshot(slot)
             slot.tip.kind = RestorePointKind.TURN_END
-            self.trie(slot.namespace).snap(slot.tip, self.snapshot(slot))
+            self.trie(slot.namespace).snap(slot.tip, taken)
 
     def snapshot(self, slot: Slot) -> Snapshot:
         """Copies a slot's window and recurrent state."""
@@ -272,10 +280,13 @@ class Pager:
         self.measure(*(slot for slot in self.slots if slot.is_leased))
 
     def take_back_padding(self) -> None:
-        """Frees what shared buffers hold beyond what was reserved."""
+        """Frees what shared buffers hold beyond what was reserved, as far as there is memory for the copies."""
         if self.shared is not None and self.ledger.slot_bytes(PADDING):
-            self.shared.separate_all()
-            self.measure_running()
+            try:
+                self.shared.separate_all()
+                self.measure_running()
+            except Exception as error:
+                logger.warning("rows still share buffers: %s", error)
 
     def _separated(self, slot: Slot) -> list[LayerCache]:
         if self.shared is not None:
@@ -299,6 +310,8 @@ class Pager:
         tokens = np.concatenate([np.empty(0, np.int32), *(node.tokens for node in slot.tip.path())])
         assert np.array_equal(tokens, slot.log.view(0, len(tokens))), f"slot {slot.index} left its path"
         assert slot.is_leased or slot.offset == len(tokens), f"slot {slot.index} is idle ahead of the trie"
+        held = set() if slot.is_leased or slot.is_cut else self.layout.offsets(slot.caches)
+        assert held <= {slot.offset}, f"slot {slot.index} holds {held} tokens, its log {slot.offset}"
         assert slot.is_cut == (slot in self.heads), f"slot {slot.index} was cut and not restored"
         root = self.trie(slot.namespace).root
         assert slot.tip is root or (slot.tip.parent is not None and slot.tip.num_slots >= 1)

@@ -8,6 +8,7 @@ Heads are also made where the runner measured that steps become faster; much sho
 sequence reads one head at most, and a head reads none.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from cache.pager import Pager
 from cache.slots import LookupResult, Slot
 from cache.snapshots import rows_before
 from cache.trie import Node
+
+logger = logging.getLogger(__name__)
 
 MIN_HEAD_TOKENS = 256
 """Where memory is short; a shorter head saves less than a buffer grows by, and costs every step."""
@@ -50,9 +53,9 @@ class Reclaimer:
     ) -> int:
         """Frees `excess_bytes`, by default what is charged beyond the budget; returns the bytes not freed.
 
-        An error loses a sequence. `protected` is not evicted; `busy`, the slot in need, is not paged out.
-        `is_background` evicts session ends last. With `or_nothing`, nothing is evicted where all that may be would
-        not do: who waits takes nothing from others.
+        What an error takes was of another sequence, which is evaluated again. `protected` is not evicted; `busy`, the
+        slot in need, is not paged out. `is_background` evicts session ends last. With `or_nothing`, nothing is
+        evicted where all that may be would not do: who waits takes nothing from others.
         """
         excess_bytes = self.ledger.excess_bytes() if excess_bytes is None else excess_bytes
         if excess_bytes <= 0:
@@ -114,7 +117,6 @@ class Reclaimer:
 
     def relieve(self) -> None:
         """Evicts half of the stored state: the device lacks memory. Paging out would take memory first."""
-        self.pager.take_back_padding()
         self.pins.release_soft()
         self.memory.evict(self.ledger.charged_bytes - self.ledger.stored_bytes // 2, ())
 
@@ -179,7 +181,7 @@ class Reclaimer:
     def invite(self, slot: Slot, found: LookupResult, num_tokens: int) -> bool:
         """Makes a head of what running sequences share with a request for `num_tokens` in `slot`, if that saves most.
 
-        Returns whether it did; then `found` is no longer valid. An error loses a running sequence.
+        Returns whether it did; then `found` is no longer valid.
         """
         offset = found.restorable_in(slot)
         least = self._least_tokens(is_short=self.excess_for(slot, found.path, offset, num_tokens) > 0)
@@ -198,7 +200,7 @@ class Reclaimer:
     def gather(self, *, is_short: bool, target_bytes: float = -1, also: Slot | None = None) -> None:
         """Has running sequences, and `also`, share the heads that save most, until `target_bytes` are charged.
 
-        An error loses a running sequence.
+        An error loses a sequence; it is raised if that is `also`.
         """
         least = self._least_tokens(is_short=is_short)
         while least < math.inf and self.ledger.charged_bytes > target_bytes:
@@ -222,10 +224,17 @@ class Reclaimer:
     def _share(self, tip: Node, also: Slot | None) -> None:
         head = next((head for head in self.pager.heads if head.tip is tip), None)
         for slot in self._loose(also):
-            if tip in slot.tip.path():
+            if tip not in slot.tip.path():
+                continue
+            try:
                 head = self.pager.share_head(slot, tip, head)
-                if slot.is_leased and not slot.is_lost:
-                    self.ledger.reserve(slot.index, self.layout.bytes_for(slot.reserved_tokens, slot.origin))
+            except Exception as error:
+                if slot is also:
+                    raise
+                logger.warning("slot %d is evaluated again: %s", slot.index, error)
+                continue
+            if slot.is_leased:
+                self.ledger.reserve(slot.index, self.layout.bytes_for(slot.reserved_tokens, slot.origin))
 
 
 def is_in_place(slot: Slot, path: Sequence[Node], offset: int) -> bool:

@@ -56,7 +56,7 @@ class Slot:
 
     @property
     def is_lost(self) -> bool:
-        """Lost while memory was freed for another: the request must be evaluated again."""
+        """An error took the state of a running request, which must be evaluated again."""
         return self.is_leased and not self.caches
 
     def lease_to(self, request: "CacheRequest", now: int) -> None:

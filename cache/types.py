@@ -41,13 +41,13 @@ class SharedBuffers(Protocol):
         """Bytes that a sequence's own buffers would take; 0 if it shares none."""
 
     def separate(self, caches: Sequence[LayerCache]) -> None:
-        """Gives a sequence its state back, evaluated, in its layer caches."""
+        """Gives a sequence its state back, evaluated, in its layer caches. An error changes nothing."""
 
     def drop(self, caches: Sequence[LayerCache]) -> None:
-        """Forgets a sequence whose state nobody wants."""
+        """Forgets a sequence whose state nobody wants; evaluates nothing."""
 
     def separate_all(self) -> None:
-        """Gives all sequences their state back; where that fails they are evaluated again."""
+        """Gives all sequences their state back; after an error some share buffers still."""
 
 
 TokenArray: TypeAlias = NDArray[np.int32]

@@ -104,11 +104,14 @@ class DiskConnector:
     def close(self, pieces: Iterator[None], timeout_seconds: float) -> None:
         """Writes `pieces` as time allows, and closes the folder."""
         deadline = time.monotonic() + timeout_seconds
-        for _ in pieces:
-            if time.monotonic() > deadline:
-                break
-            if self.tier.is_busy:
-                self.tier.flush(deadline - time.monotonic())
+        try:
+            for _ in pieces:
+                if time.monotonic() > deadline:
+                    break
+                if self.tier.is_busy:
+                    self.tier.flush(deadline - time.monotonic())
+        except Exception as error:
+            logger.warning("not everything could be copied for the disk cache: %s", error)
         if not self.tier.flush(max(0.0, deadline - time.monotonic())):
             logger.warning("stopped before everything was written to the disk cache")
         self.tier.close()

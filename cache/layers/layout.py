@@ -184,6 +184,11 @@ class Layout:
         """Where a sequence's own span rows begin: after its head, if it has one."""
         return head_length(leaves_of(caches))
 
+    def offsets(self, caches: Sequence[LayerCache]) -> set[int]:
+        """Where the span and window layers that hold rows end, in tokens of the sequence."""
+        layers, leaves = [*self._spans, *self._windows] if caches else [], leaves_of(caches)
+        return {int(leaves[index].offset) for index, leaf in layers if leaf.length(tail_of(leaves[index]))}
+
     # -- sizes
 
     def live_bytes(self, caches: Sequence[LayerCache]) -> int:
@@ -238,10 +243,6 @@ class Layout:
                 live.step = GROWTH_TOKENS
 
     # -- spans, of a sequence with a head from there on
-
-    def has_rows(self, caches: Sequence[LayerCache]) -> bool:
-        """Whether every span layer has its arrays; an error in shared buffers may take them."""
-        return all(leaf.length(live) for leaf, live, _ in _rows(self._spans, caches))
 
     def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> Segment:
         """Span rows `[start, stop)` as views, to be copied before the caches change."""

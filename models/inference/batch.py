@@ -4,8 +4,8 @@ Invariants:
 
 - Between steps each row's span and window state is in the row's own caches or in one group; a group has only rows of
   the latest step. Recurrent state is merged until the set of rows changes.
-- An error while state moves loses the rows that were in groups or whose recurrent state was merged: they are marked,
-  and a step with one of them raises `RowLost`. Others are unharmed.
+- An error while state moves out of groups loses nothing. An error in a step loses its rows, and all that share
+  buffers with one: their lists of layer caches are emptied, and a step with one of them raises `RowLost`.
 - All tokens of a feed join the row's state, until `settle` takes the last back.
 - Groups take memory beyond what their rows reserved only where the caller has some to spare.
 
@@ -189,8 +189,7 @@ class DecodeBatch:
             if (group := row.group) is not None:
                 group.leave(row, keeps_state=keeps_state)
                 self.has_changed = True
-                if len(group.rows) < 2:  # a group of one row is none
-                    group.dissolve()
+                if not group.rows:  # a row left behind gets its state back before the next step
                     self._groups.remove(group)
             self.rows[index] = None
             if not any(self.rows) or not self._merged:
@@ -212,9 +211,10 @@ class DecodeBatch:
     def dissolve(self) -> None:
         """Gives all rows their state back."""
         self._extract_all()
-        for group in self._groups:
-            group.dissolve()
         self.has_changed |= bool(self._groups)
+        while self._groups:
+            self._groups[-1].dissolve()
+            self._groups.pop()
         self._clear()
 
     def dissolve_groups(self) -> None:
@@ -226,7 +226,8 @@ class DecodeBatch:
         """Drops what is shared, which may be damaged: rows in groups or with merged state are lost."""
         for row in self.rows:
             if row is not None and (self._merged or row.group is not None):
-                row.is_lost, row.group = True, None
+                row.caches.clear()
+                row.group = None
         self.has_changed = True
         self._clear()
 

@@ -33,11 +33,14 @@ class BatchRow:
     """A sequence while it decodes; by itself it is a member of a batch with one row."""
 
     caches: list[LayerCache]
+    """Emptied once an error has taken the state: the slot of the sequence holds the same list."""
     _: KW_ONLY
-    is_lost: bool = False
-    """An error has lost its state."""
     group: "Group | None" = None
     """Whose buffers hold its span and window rows."""
+
+    @property
+    def is_lost(self) -> bool:
+        return not self.caches
 
     @property
     def head(self) -> LayerCache | None:
@@ -270,25 +273,20 @@ class GroupLayer:
             rows = mx.concatenate([rows, _empty(rows, 1, spare)], axis=2)
         return mx.roll(rows, first % self._ring, 2)
 
-    def give(self, cache: LayerCache, index: int) -> None:
-        """Copies row `index` into a row's own `cache`, evaluated."""
-        cache = tail_of(cache)
-        offset, num_kept = self._clock.offsets[index] - self._start, self._own_tokens(index, cache)
+    def given(self, cache: LayerCache, index: int) -> dict[str, Any]:
+        """What a row's own `cache` is to hold in place of row `index`; lazy."""
+        offset, num_kept = self._clock.offsets[index] - self._start, self._own_tokens(index, tail_of(cache))
         if self._ring:
             places = mx.arange(offset - num_kept, offset) % self._ring
-            cache.keys, cache.values = (held[index : index + 1][:, :, places] for held in (self.keys, self.values))
-            cache._idx = num_kept
-        else:
-            cache.keys, cache.values = (_copied(held, index, num_kept) for held in (self.keys, self.values))
-            cache.__dict__.pop("step", None)  # buffers grow again as much as before they were shared
-        cache.offset = offset
-        mx.eval(cache.keys, cache.values)
+            keys, values = (held[index : index + 1][:, :, places] for held in (self.keys, self.values))
+            return {"keys": keys, "values": values, "offset": offset, "_idx": num_kept}
+        keys, values = (_copied(held, index, num_kept) for held in (self.keys, self.values))
+        return {"keys": keys, "values": values, "offset": offset}
 
     def move(self, source: int, target: int) -> None:
-        """Row `source` overwrites row `target`."""
+        """Row `source` overwrites row `target`, with the next evaluation of the buffers."""
         for held in (self.keys, self.values):
             held[target : target + 1] = _copied(held, source, self.capacity)
-        mx.eval(self.keys, self.values)
 
     def grow(self, capacity: int) -> None:
         """Makes room for rows of `capacity` tokens."""
@@ -316,8 +314,21 @@ def _copied(rows: mx.array, index: int, num_tokens: int) -> mx.array:
     return mx.concatenate([row, _empty(rows, 1, num_tokens - row.shape[2])], axis=2)
 
 
+def _adopt(given: Sequence[tuple[LayerCache, dict[str, Any]]]) -> None:
+    """Has layer caches hold what `GroupLayer.given` says: all of them, or by an error none."""
+    mx.eval([state[name] for _, state in given for name in ("keys", "values")])
+    for cache, state in given:
+        own = tail_of(cache).__dict__
+        if "_idx" not in state:
+            own.pop("step", None)  # buffers grow again as much as before they were shared
+        own.update(state)
+
+
 class Group:
-    """Rows that decode as one member of a batch."""
+    """Rows that decode as one member of a batch.
+
+    An error while rows leave or while the group dissolves loses nothing: each layer's state is where `layers` says.
+    """
 
     def __init__(self, like: BatchRow, buffer: Buffer, slack: int = 0) -> None:
         """Empty. Rows may feed `slack + 1` tokens in a step."""
@@ -328,7 +339,7 @@ class Group:
         self.rows: list[BatchRow] = []
         self.clock = Clock()
         self.layers = {index: GroupLayer(leaves[index], self.clock, buffer, self.start, slack) for index in used}
-        """By leaf, without those that the model leaves unused."""
+        """By leaf, without those that the model leaves unused, or that are dissolved already."""
 
     @property
     def num_bytes(self) -> int:
@@ -356,13 +367,12 @@ class Group:
             row.group = self
 
     def leave(self, row: BatchRow, *, keeps_state: bool = True) -> None:
-        """Gives a row its state back, unless nobody wants it; the last row takes its place."""
-        index, last = self.rows.index(row), len(self.rows) - 1
-        for leaf, layer in self.layers.items():
-            if keeps_state:
-                layer.give(row.leaves[leaf], index)
-            if index != last:
-                layer.move(last, index)
+        """Gives a row its state back, or evaluates nothing where nobody wants it; the last row takes its place."""
+        index, last, leaves = self.rows.index(row), len(self.rows) - 1, row.leaves
+        if keeps_state:
+            _adopt([(leaves[leaf], layer.given(leaves[leaf], index)) for leaf, layer in self.layers.items()])
+        for layer in self.layers.values() if index != last else ():
+            layer.move(last, index)
         offsets = self.clock.offsets
         self.rows[index], offsets[index] = self.rows[last], offsets[last]
         self.rows.pop()
@@ -371,11 +381,10 @@ class Group:
 
     def dissolve(self) -> None:
         """Gives all rows their state back and frees the buffers, layer by layer."""
-        for leaf in list(self.layers):
-            layer = self.layers.pop(leaf)
-            for index, row in enumerate(self.rows):
-                layer.give(row.leaves[leaf], index)
-            del layer.keys, layer.values  # the latest step refers to the layer
+        for leaf, layer in list(self.layers.items()):
+            caches = [row.leaves[leaf] for row in self.rows]
+            _adopt([(cache, layer.given(cache, index)) for index, cache in enumerate(caches)])
+            del self.layers[leaf], layer.keys, layer.values  # the latest step refers to the layer
         for row in self.rows:
             row.group = None
         self.rows = []

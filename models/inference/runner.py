@@ -14,8 +14,10 @@ Where `current`'s tokens decide what `following` may sample, `following` is prep
 - Rows join and leave at any step. Their state may be in shared buffers (`batch.py`); `detach` writes it back.
 - Nothing here keeps a slice of a growing cache: MLX would copy the whole cache at its next update.
 
-When `draft`, `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost;
-other rows are unharmed, or raise `RowLost` in their next step. Knows no requests, no text, no stored state.
+When `draft`, `prepare`, `sample`, `start`, `settle` or `DecodeStep.tokens` raises, the live state of every row in
+that step is lost, and of rows that share buffers with one; other rows are unharmed. MLX raises an error of the device
+once, at whatever is evaluated or read next, and then gives garbage for all that was under way: beside a step nothing
+else is to be evaluated. Knows no requests, no text, no stored state.
 """
 
 import logging
@@ -384,6 +386,7 @@ class Runner:
         """
         drafter = self._drafter
         assert drafter is not None, "nothing drafts for this model"
+        _assert_have_state(rows)
         wanted, found = dict(zip(rows, limits, strict=True)), dict[DecodeRow, mx.array]()
         with self._forgetting_on_error(rows):
             for batch in self._batches.values():
@@ -414,7 +417,6 @@ class Runner:
         for _ in range(_MAX_UNREAD_ERRORS):
             with suppress(Exception):
                 mx.synchronize()
-                mx.eval(mx.zeros(1) + 1)
                 return
 
     def detach(self, row: DecodeRow) -> None:
@@ -427,26 +429,19 @@ class Runner:
     # -- buffers that rows share: see `cache.types.SharedBuffers`
 
     def separate(self, caches: Sequence[LayerCache]) -> None:
-        """See `SharedBuffers`; an error loses rows that share the buffers."""
-        self._change(lambda batch: batch.remove(caches), raises=True)
+        """See `SharedBuffers`."""
+        for batch in self._batches.values():
+            batch.remove(caches)
 
     def drop(self, caches: Sequence[LayerCache]) -> None:
-        """See `SharedBuffers`; an error loses rows that share the buffers."""
-        self._change(lambda batch: batch.remove(caches, keeps_state=False))
+        """See `SharedBuffers`."""
+        for batch in self._batches.values():
+            batch.remove(caches, keeps_state=False)
 
     def separate_all(self) -> None:
         """See `SharedBuffers`."""
-        self._change(DecodeBatch.dissolve_groups)
-
-    def _change(self, change: Callable[[DecodeBatch], None], *, raises: bool = False) -> None:
         for batch in self._batches.values():
-            try:
-                change(batch)
-            except Exception as error:
-                batch.forget()
-                if raises:
-                    raise
-                logger.warning("rows that decode together are evaluated again: %s", error)
+            batch.dissolve_groups()
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
         """See `SharedBuffers`."""
@@ -548,9 +543,11 @@ class Runner:
             raise
 
     def _forget(self, rows: Sequence[DecodeRow]) -> None:
-        """Drops what rows share: it may be damaged."""
+        """Drops the state of rows and what they share: it may be damaged."""
         for name in self._batches.keys() & self._names(rows):
             self._batches[name].forget()
+        for row in rows:
+            row.caches.clear()
 
 
 def _assert_have_state(rows: Sequence[DecodeRow]) -> None:

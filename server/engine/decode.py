@@ -106,22 +106,33 @@ class DecodePipeline:
     def _step_plain(self, sequences: list[Sequence]) -> None:
         previous, self._in_flight = self._in_flight, None
         error = self._error_of(partial(self._launch, sequences, previous)) if sequences else None
+        if error is not None:
+            # The error may be of the step before, which then would read as garbage.
+            self._recover([*(previous.sequences if previous is not None else []), *sequences], error)
+            return
         if previous is not None:
             self._read(previous)
-        error = error or self._error_of(self._complete)
-        if error is not None:
+        if (error := self._error_of(self._complete)) is not None:
             self._recover(sequences, error)
-        else:
-            self._table.close_finished(sequences)
+            return
+        told = sequences if previous is None else [*previous.sequences, *sequences]
+        if ended := [one for one in told if one.output.reason is not None and one.needs_no_step]:
+            self.read()  # closing evaluates state, which nothing may do beside a step
+            self._table.close_finished(ended)
 
     def read(self) -> None:
         """Waits for the launched step."""
         launched, self._in_flight = self._in_flight, None
         if launched is not None:
             self._read(launched)
+            self._table.close_finished(one for one in launched.sequences if one.needs_no_step)
+
+    def forget(self) -> None:
+        """Takes back the launched step, which may have failed."""
+        self._in_flight = None
 
     def _error_of(self, act: Callable[[], None]) -> Exception | None:
-        """An error of the model, for later: what is right is told first. The prepared step is then lost."""
+        """An error of the model. The prepared step is then lost."""
         try:
             act()
         except Exception as error:  # replaying the rows shows which one is at fault
@@ -206,7 +217,7 @@ class DecodePipeline:
             tokens = launched.step.tokens()
         except Exception as error:  # an error of the device is raised only when the step is waited for
             self._in_flight = None
-            self._recover(list(dict.fromkeys([*launched.sequences, *newer])), error)
+            self._recover([*launched.sequences, *newer], error)
             return
         for index, (sequence, (token,)) in enumerate(zip(launched.sequences, tokens, strict=True)):
             if sequence.output.reason is None and sequence in self._table:
@@ -229,14 +240,14 @@ class DecodePipeline:
         if is_fed:
             sequence.record()
         sequence.post([*sequence.accept(token, now, logprob(token)), *sequence.finished(now)])
-        self._table.close_evaluated(sequence)
 
     # -- recover
 
     def _recover(self, sequences: list[Sequence], error: Exception, *, may_be_at_fault: bool = True) -> None:
         """Replays every row without its live state, unless it alone can be at fault. Raises DeviceLost."""
         self._runner.drain()
-        alive = [sequence for sequence in sequences if sequence in self._table and sequence.lease is not None]
+        alive = [one for one in dict.fromkeys(sequences) if one in self._table and one.lease is not None]
+        alive += [one for one in self._table if one.has_lost_state and one not in alive]
         if len(alive) == 1 and may_be_at_fault and not isinstance(error, RowLost):
             self._table.fail_step(alive[0], error)
             return
@@ -248,7 +259,7 @@ class DecodePipeline:
                 self._table.replay(sequence)
         if is_out_of_memory(error):
             self._table.defer_youngest(alive)
-            self._table.prefix_cache.reclaimer.relieve()
+            self._table.lacks_memory = True
 
 
 class DraftingPipeline(DecodePipeline):
@@ -382,8 +393,7 @@ class DraftingPipeline(DecodePipeline):
                 feed.accept(found, now, partial(step.logprob, index))
         fault = self._error_of(partial(self._settle, step, feeds))
         if fault is None:
-            for feed in feeds:
-                self._table.close_evaluated(feed.sequence)
+            self._table.close_finished(feed.sequence for feed in feeds if feed.sequence.needs_no_step)
         return fault
 
     def _started(self, feeds: list[Feed]) -> "DecodeStep":

@@ -15,7 +15,15 @@ from cache.reclaim import Reclaimer
 from models.adapter import NO_ADAPTER
 from models.errors import ModelError
 from models.formats import Reading, Vector
-from server.engine.request import EngineError, PromptTooLarge, StepFailed, TokenArray, check_device
+from server.engine.request import (
+    EngineError,
+    OutOfMemory,
+    PromptTooLarge,
+    StepFailed,
+    TokenArray,
+    check_device,
+    is_out_of_memory,
+)
 
 if TYPE_CHECKING:
     from models.inference.embedding import Embedder, LongText
@@ -24,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 STEPS_BEHIND_CHAT = 8
 MAX_TOGETHER = 256
+MAX_FAULTS = 2
+"""For lack of memory, after which texts are tried again."""
 
 
 @dataclass(eq=False)
@@ -35,6 +45,7 @@ class EmbeddingJob:
     adapter: int = NO_ADAPTER
     vectors: "Future[list[Vector]]" = field(default_factory=Future)
     found: dict[int, Vector] = field(default_factory=dict)
+    num_faults: int = 0
 
     def take(self, place: int, vector: Vector) -> None:
         """The last vector answers the request."""
@@ -97,17 +108,17 @@ class Embeddings:
         self._reclaimer.release_aside()
         return True
 
-    def step(self, *, is_behind_chat: bool, may_take_memory: bool) -> None:
-        """Evaluates one piece, unless answers go first. An error reaches only the requests of the piece.
+    def is_due(self, *, is_behind_chat: bool) -> bool:
+        """Whether a piece is to be evaluated now: often answers go first."""
+        self._forget_settled()
+        self._num_passed += bool(self._texts)
+        return bool(self._texts) and not (is_behind_chat and self._num_passed < STEPS_BEHIND_CHAT)
+
+    def step(self, *, is_behind_chat: bool, may_take_memory: bool) -> bool:
+        """Evaluates one piece; returns whether memory lacked. An error reaches only the requests of the piece.
 
         Without `may_take_memory` no long text begins: an answer may need the memory.
         """
-        self._forget_settled()
-        if not self._texts:
-            return
-        self._num_passed += 1
-        if is_behind_chat and self._num_passed < STEPS_BEHIND_CHAT:
-            return
         self._num_passed, first = 0, self._texts[0]
         is_long = first.run is not None or len(first.tokens) > self._chunk_tokens
         texts = [first] if is_long else self._next_texts()
@@ -117,9 +128,19 @@ class Embeddings:
             else:
                 self._embed_together(texts)
         except Exception as error:  # of an architecture, or of the device: the other requests go on
-            for text in texts:
-                text.job.settle(_told(error))
-            self._forget_settled()
+            check_device(error)
+            self.give_way()
+            self._try_again({text.job for text in texts}, error)
+            return is_out_of_memory(error)
+        return False
+
+    def _try_again(self, jobs: set[EmbeddingJob], error: Exception) -> None:
+        is_told = isinstance(error, EngineError | ModelError)
+        for job in jobs:
+            job.num_faults += 1
+            if is_told or job.num_faults > (MAX_FAULTS if is_out_of_memory(error) else 1):
+                job.settle(error if is_told else _told(error))
+        self._forget_settled()
 
     def _embed_together(self, texts: list[_Text]) -> None:
         vectors = self._embedder.embed([text.tokens for text in texts], texts[0].job.reading, texts[0].job.adapter)
@@ -164,8 +185,7 @@ class Embeddings:
 
 
 def _told(error: Exception) -> Exception:
-    check_device(error)
-    if isinstance(error, EngineError | ModelError):
-        return error
+    if is_out_of_memory(error):
+        return OutOfMemory("there is not enough memory for these texts now")
     logger.warning("texts could not be embedded", exc_info=error)
     return StepFailed(f"the texts could not be evaluated: {error}")

@@ -46,7 +46,6 @@ from server.engine.request import (
     Failed,
     GenerationRequest,
     QueueFull,
-    StepFailed,
     TokenArray,
 )
 from server.engine.scheduler import QueuePace
@@ -335,6 +334,7 @@ class Engine:
                 self._num_commands -= 1
             if future.set_running_or_notify_cancel():
                 try:
+                    worker.finish_step()
                     future.set_result(command(worker, *given))
                 except Exception as error:  # the caller gets it; it concerns nobody else
                     future.set_exception(error)
@@ -430,9 +430,9 @@ class Engine:
                 act()
         except DeviceLost:
             raise
-        except Exception as error:  # a bug of ours: every request fails, the engine goes on with the next
+        except Exception as error:  # a bug of ours: every request begins anew, or fails the second time
             logger.exception("the engine failed between requests")
-            worker.fail_all(StepFailed(f"the server failed: {error}"))
+            worker.recover(error)
 
     def _handle_messages(self, worker: Worker) -> bool:
         """Waits for a message while nothing else is to do; False to stop."""

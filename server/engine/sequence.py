@@ -50,6 +50,8 @@ NO_TOKEN = -1
 """Stands behind a prompt that is evaluated to its end; equal to no token."""
 
 SEED_BITS = 63
+RELIEF_FAULTS = 2
+"""For lack of memory; the second has stored state make way, and from the third on a sequence waits."""
 
 
 class Sink(Protocol):
@@ -90,8 +92,10 @@ class Sequence(Scheduled):
         self.prompt_logprobs: list[TokenLogprob] = []
         """Of evaluated prompt tokens after the first, where requested."""
         self._output_logprobs: list[TokenLogprob] = []
-        self.was_out_of_memory = False
-        """A step lacked memory before: the next time the sequence waits for others, or fails alone."""
+        self.num_faults = 0
+        """Errors since the sequence last came further."""
+        self._reached = 0
+        """Tokens, of prompt and output, at the latest error."""
         self.started: Started | None = None
         self.begun: float | None = None
         """When the request got its slot, in seconds of the clock."""
@@ -130,6 +134,11 @@ class Sequence(Scheduled):
         return max(1, len(self.known))
 
     @property
+    def needs_no_step(self) -> bool:
+        """Once answered: no last token is to be evaluated for the next turn."""
+        return not (self.known and self.request.cache_prompt)
+
+    @property
     def has_memory(self) -> bool:
         """Memory for the next step is reserved."""
         return self.lease is not None and self.lease.spare_tokens >= self.needed
@@ -141,6 +150,13 @@ class Sequence(Scheduled):
     @property
     def has_lost_state(self) -> bool:
         return self.lease is not None and self.lease.is_lost
+
+    def note_fault(self) -> None:
+        """Counts an error."""
+        num_output = len(self.output.tokens)
+        reached = len(self.request.tokens) + num_output if num_output else self.offset
+        self.num_faults = 1 if reached > self._reached else self.num_faults + 1
+        self._reached = max(self._reached, reached)
 
     def post(self, events: list[Event]) -> None:
         """Hands events to the client."""
@@ -304,6 +320,8 @@ class SequenceTable(Scheduler[Sequence]):
         super().__init__(chunk_tokens)
         self.runner, self.prefix_cache, self.state, self.clock = runner, state.prefix_cache, state, clock
         self.num_suspended = 0
+        self.lacks_memory = False
+        """The device had none for the state of requests that are tried again: stored state is to make way."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -359,20 +377,19 @@ class SequenceTable(Scheduler[Sequence]):
             if sequence.output.reason is not None and sequence in self:
                 self.close(sequence)
 
-    def close_evaluated(self, sequence: Sequence) -> None:
-        """Closes an answered sequence unless its last token is to be evaluated for the next turn."""
-        if not (sequence.known and sequence.request.cache_prompt):
-            self.close_finished([sequence])
-
     def fail_step(self, sequence: Sequence, error: Exception) -> None:
-        """Fails a sequence, unless memory for it may come. Raises DeviceLost."""
+        """Evaluates a sequence again, alone, or fails it. Evaluates nothing. Raises DeviceLost.
+
+        After a second error without progress the sequence fails; where memory is short, stored state makes way, then
+        the sequence waits for another's end.
+        """
         check_device(error)
         lacks_memory = is_out_of_memory(error)
-        if lacks_memory and sequence.output.reason is None and self._try_later(sequence):
+        if sequence.output.reason is None and self._try_again(sequence, lacks_memory=lacks_memory):
             logger.warning("request %s is tried again: %s", sequence.request.request_id, error)
             return
-        logger.error("request %s failed", sequence.request.request_id, exc_info=error)
         if sequence.output.reason is None:
+            logger.error("request %s failed", sequence.request.request_id, exc_info=error)
             reported = StepFailed(f"the model failed on this request: {error}")
             no_memory = OutOfMemory("there is not enough memory for this request now")
             sequence.post([Failed(no_memory if lacks_memory else reported)])
@@ -402,15 +419,14 @@ class SequenceTable(Scheduler[Sequence]):
         if waits is not None:
             self._defer(waits)
 
-    def _try_later(self, sequence: Sequence) -> bool:
-        """Replays a sequence, the second time only after another has ended; False if none can."""
-        is_first = not sequence.was_out_of_memory
-        if not is_first and all(other is sequence for other in self.leased()):
+    def _try_again(self, sequence: Sequence, *, lacks_memory: bool) -> bool:
+        sequence.note_fault()
+        waits, others = sequence.num_faults > RELIEF_FAULTS, [one for one in self.leased() if one is not sequence]
+        if (sequence.num_faults > 1 and not lacks_memory) or (waits and not others):
             return False
-        sequence.was_out_of_memory = True
         self.replay(sequence)
-        self.prefix_cache.reclaimer.relieve()
-        if not is_first:
+        self.lacks_memory |= sequence.num_faults > 1
+        if waits:
             self._defer(sequence)
         return True
 
@@ -428,8 +444,8 @@ class SequenceTable(Scheduler[Sequence]):
             if sequence.row is not None:
                 self.runner.detach(sequence.row)
             end()
-        except Exception:  # the state cannot be read out, so it is dropped; the client has got all that was generated
-            logger.exception("the state of request %s was lost", sequence.request.request_id)
+        except Exception as error:  # what cannot be read out is dropped; the client has got all that was generated
+            logger.warning("the state of request %s was lost: %s", sequence.request.request_id, error)
             if lease.is_open:
                 lease.discard()
 

@@ -4,8 +4,9 @@ A step is: prompt tokens up to one prefill chunk, memory for the tokens to come,
 rows. Only the worker and its parts touch the runner and the prefix cache, on one thread. What happens depends only on
 the messages, their order and the clock handed in, so a seed is a history.
 
-A failed prefill fails only its own request. The time to restore state counts towards the chunk: decoding rows wait
-for it too.
+While a step is under way nothing else is evaluated: MLX raises the step's error at whatever is evaluated next. An
+error costs a replay: of the request for which something was evaluated, and of each whose state the error took. The
+time to restore state counts towards the chunk: decoding rows wait for it too.
 """
 
 import itertools
@@ -13,6 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from cache.budget import BudgetExceeded, PinnedFull
@@ -24,6 +26,7 @@ from server.engine.decode import DecodePipeline, DraftingPipeline
 from server.engine.embeddings import EmbeddingJob, Embeddings
 from server.engine.output import MakeDecoder
 from server.engine.request import (
+    DeviceLost,
     EngineStats,
     EngineStopped,
     Failed,
@@ -35,6 +38,7 @@ from server.engine.request import (
     RequestCounts,
     Started,
     StepFailed,
+    check_device,
 )
 from server.engine.scheduler import LOOKAHEAD, Phase, choose_to_wait
 from server.engine.sequence import EngineState, Sequence, SequenceTable, Sink
@@ -132,26 +136,47 @@ class Worker:
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; its progress stays cached. Unknown ids are ignored."""
+        self.finish_step()
         if (sequence := self._table.sequences.get(request_id)) is not None:
             self._table.end(sequence, FinishReason.CANCELLED)
 
+    def finish_step(self) -> None:
+        """Waits for the step under way, so that something else may be evaluated."""
+        self._decode.read()
+
     def close_answered(self, namespace: str) -> None:
         """Ends sequences whose clients have the whole answer."""
+        self.finish_step()
         self._table.close_finished([one for one in self._table if one.request.state_namespace == namespace])
 
-    def fail_all(self, error: Exception) -> None:
+    def recover(self, error: Exception) -> None:
+        """After an error that belongs to no request: drops all live state, and evaluates each request again.
+
+        A second time without progress a request fails. Raises DeviceLost.
+        """
+        check_device(error)
+        self._decode.forget()
+        self._table.runner.drain()
+        self._for_each(lambda sequence: self._table.fail_step(sequence, error))
+
+    def _end_all(self, error: Exception) -> None:
         """Ends every request with an error, keeping progress where possible."""
+        with suppress(DeviceLost):
+            self.finish_step()
+        self._for_each(lambda sequence: self._table.fail(sequence, error))
+        self._embeddings.fail_all(error)
+
+    def _for_each(self, act: Callable[[Sequence], None]) -> None:
         for sequence in self._table:
             try:
-                self._table.fail(sequence, error)
+                act(sequence)
             except Exception:  # a bug of ours, which must not keep the others from their end
                 logger.exception("request %s could not be ended", sequence.request.request_id)
-        self._embeddings.fail_all(error)
 
     def stop(self, *, parks: bool = False) -> None:
         """Ends every request, and releases the device. With `parks` the state is detached, for another worker."""
         try:
-            self.fail_all(EngineStopped("the server is shutting down"))
+            self._end_all(EngineStopped("the server is shutting down"))
             self.prefix_cache.end(SAVE_SECONDS)
             if parks:
                 self.prefix_cache.park()
@@ -184,6 +209,9 @@ class Worker:
 
     def step(self) -> None:
         """Evaluates up to one chunk of prompt tokens, and runs one decode step."""
+        if self._table.lacks_memory:
+            self._table.lacks_memory = False
+            self.prefix_cache.reclaimer.relieve()
         for sequence in self._table:
             sequence.is_unread = sequence.sink.is_behind
             sequence.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
@@ -195,7 +223,11 @@ class Worker:
             self._finish_decode_step()
         self._decode.step()
         wants_memory = self._has_free_slot() and any(one.phase is Phase.WAITING for one in self._table)
-        self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory)
+        if self._embeddings.is_due(is_behind_chat=len(self._table) > 0):
+            self.finish_step()
+            self._table.lacks_memory |= self._embeddings.step(
+                is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory
+            )
 
     def _has_free_slot(self) -> bool:
         return any(not slot.is_leased for slot in self.prefix_cache.slots)
@@ -253,13 +285,16 @@ class Worker:
                 if lease is None:
                     return 0
                 taken_tokens = self._restore_cost(lease)
-            if lease.offset < sequence.limit:
+            if lease.offset < sequence.limit and not lease.is_lost:
                 taken_tokens += self._evaluate(sequence, lease)
-            if lease.offset >= sequence.limit:
+            if lease.is_lost:  # while memory was freed
+                self._table.replay(sequence)
+            elif lease.offset >= sequence.limit:
                 finish = self._end_prefix if sequence.request.is_prefix_only else self._start_decoding
                 finish(sequence, lease)
             return taken_tokens
         except Exception as error:  # of the model or of paging, or a bug of ours: none concerns other requests
+            self._table.runner.drain()
             self._table.fail_step(sequence, error)
             return self._chunk_tokens
 

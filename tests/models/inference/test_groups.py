@@ -4,7 +4,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.types import LayerCache
-from models.errors import RowLost
 from models.inference import grouping, ragged
 from models.inference.grouping import Buffer, Costs, Row, Wanted, plan
 from models.inference.groups import Clock, GroupLayer
@@ -206,12 +205,12 @@ def groups_of(runner: Runner) -> list[int]:
 def moves(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a row was moved in a layer, in and out and within."""
     counted: Counter[str] = Counter()
-    for name in ("take", "give", "move", "grow"):
+    for name in ("take", "given", "move", "grow"):
         original = getattr(GroupLayer, name)
 
-        def counting(layer: GroupLayer, *args: Any, name: str = name, original: Any = original) -> None:
+        def counting(layer: GroupLayer, *args: Any, name: str = name, original: Any = original) -> Any:
             counted[name] += 1
-            original(layer, *args)
+            return original(layer, *args)
 
         monkeypatch.setattr(GroupLayer, name, counting)
     return counted
@@ -230,7 +229,7 @@ def test_a_join_moves_one_row_and_a_leave_at_most_two(moves: Counter[str]) -> No
     moves.clear()
     decoding.leave(rows[0])
     decoding.step(2)
-    assert moves == {"give": num_layers, "move": num_layers} and groups_of(decoding.runner) == [3]
+    assert moves == {"given": num_layers, "move": num_layers} and groups_of(decoding.runner) == [3]
     driver.assert_like_alone("llama", *rows)
 
 
@@ -241,7 +240,7 @@ def test_a_group_grows_where_its_longest_row_needs_it(moves: Counter[str]) -> No
     moves.clear()
     decoding.step(grouping.GROWTH_TOKENS + 20)
     decoding.read()
-    assert moves["grow"] >= len(decoding.runner.make_caches()) and moves["give"] == 0
+    assert moves["grow"] >= len(decoding.runner.make_caches()) and moves["given"] == 0
     driver.assert_like_alone("llama_swa", *rows)
 
 
@@ -390,8 +389,12 @@ def test_a_fault_in_groups_leaves_each_row_its_own_buffers(
 # --------------------------------------------------------------------------------------------------- failures
 
 
+def _given_or(layer: GroupLayer, working: Iterator[Any], fail: Any, *place: Any) -> Any:
+    return next(working, fail)(layer, *place)
+
+
 @pytest.mark.parametrize("call", ["separate", "separate_all", "detach"])
-def test_rows_whose_state_was_lost_are_never_decoded(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cannot_leave_a_group_decode_on_in_it(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoding = Decoding(grouped("llama"))
     rows = [decoding.join(length) for length in (30, 31, 32)]
     decoding.step(2)
@@ -400,21 +403,17 @@ def test_rows_whose_state_was_lost_are_never_decoded(call: str, monkeypatch: pyt
     def fail(*_: Any) -> None:
         raise RuntimeError("[malloc] out of memory")
 
-    monkeypatch.setattr(GroupLayer, "give", fail)
-    if call == "separate_all":
-        decoding.runner.separate_all()
-    else:
-        with pytest.raises(RuntimeError, match="memory"):
-            getattr(decoding.runner, call)(rows[0].row.caches if call == "separate" else rows[0].row)
-    monkeypatch.undo()
-    assert decoding.runner.padding_bytes == 0
-    with pytest.raises(RowLost):
-        launch(decoding.runner, [rows[1].row, rows[2].row], None)
-    decoding = Decoding(decoding.runner)
-    again = [decoding.join(length) for length in (30, 31)]
-    decoding.step(3)
-    decoding.read()
-    driver.assert_like_alone("llama", *again)
+    given_rows: dict[str, list[Any]] = {"separate": [rows[0].row.caches], "detach": [rows[0].row]}
+    leaving = given_rows.get(call, [])
+    for num_layers in range(2):
+        working = iter([GroupLayer.given] * num_layers)
+        with monkeypatch.context() as patch:
+            patch.setattr(GroupLayer, "given", partialmethod(_given_or, working, fail))
+            with pytest.raises(RuntimeError, match="memory"):
+                getattr(decoding.runner, call)(*leaving)
+        decoding.step(2)
+        decoding.read()
+    driver.assert_like_alone("llama", *rows)
 
 
 def test_a_step_that_fails_when_it_is_read_takes_shared_state_with_it() -> None:

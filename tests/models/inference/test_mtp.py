@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from cache.layers.layout import split_at_head
 from cache.types import LayerCache
 from models import mtp
-from models.errors import ModelBroken
+from models.errors import ModelBroken, RowLost
 from models.inference.batch import DecodeBatch
 from models.inference.drafters import MtpDrafter
 from models.inference.groups import BatchRow
@@ -528,7 +528,7 @@ def test_a_buffer_is_as_large_as_before_a_draft_that_had_no_room() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_draft_that_fails_leaves_no_token_behind(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_draft_that_fails_are_decoded_no_more(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [text[: 9 + 4 * index] for index, text in enumerate(learned_texts("qwen3")[:num_rows])]
     decoding, num_calls, call = decoding_of("qwen3", texts), 0, MtpModule.__call__
 
@@ -545,8 +545,5 @@ def test_a_draft_that_fails_leaves_no_token_behind(num_rows: int, monkeypatch: p
         patch.setattr(MtpModule, "__call__", fail_at_the_third)
         with pytest.raises(RuntimeError, match="out of memory"):
             decoding.step([4] * num_rows)
-    for text, row in zip(texts, decoding.rows, strict=True):
-        assert row.is_lost or set(lengths(row.caches)) == {len(text)}
-    if num_rows == 1:
-        decoding.step([2])
-        decoding.assert_as_without(model_of("qwen3"), texts)
+    with pytest.raises(RowLost):
+        decoding.step([2] * num_rows)

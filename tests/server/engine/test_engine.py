@@ -25,7 +25,6 @@ from server.engine.request import (
     QueueFull,
     RequestCounts,
     Started,
-    StepFailed,
 )
 from server.engine.worker import Worker
 from tests.support.engine_driver import make_worker
@@ -234,15 +233,16 @@ def test_a_worker_that_cannot_be_made_is_reported_by_start() -> None:
     assert not engine.is_running
 
 
-def test_a_bug_between_requests_fails_them_and_the_engine_goes_on(served: Served) -> None:
+def test_a_bug_between_requests_that_comes_again_fails_them_and_the_engine_goes_on(served: Served) -> None:
     def sabotage(worker: Worker) -> None:
-        broken = worker.step
+        working, left = worker.step, ["first", "second"]
 
-        def step_once() -> None:
-            worker.step = broken  # type: ignore[method-assign]
+        def broken() -> None:
+            if left.pop() == "first":
+                worker.step = working  # type: ignore[method-assign]
             raise AssertionError("a bug")
 
-        worker.step = step_once  # type: ignore[method-assign]
+        worker.step = broken  # type: ignore[method-assign]
 
     async def run() -> None:
         await served.engine.execute(sabotage)
@@ -379,7 +379,7 @@ def test_when_the_thread_dies_everybody_is_told() -> None:
     assert not served.engine.is_running
 
 
-def test_a_bug_while_a_request_is_taken_fails_it_and_the_engine_goes_on(served: Served) -> None:
+def test_a_bug_while_a_request_is_taken_costs_nobody_an_answer(served: Served) -> None:
     def sabotage(worker: Any) -> None:
         working = worker.submit
 
@@ -391,7 +391,7 @@ def test_a_bug_while_a_request_is_taken_fails_it_and_the_engine_goes_on(served: 
         worker.submit = submit_once
 
     kinds = [type(last) for last in last_events(served, sabotage)]
-    assert kinds == [Failed, Finished, Finished]
+    assert kinds == [Finished, Finished, Finished], "it begins anew"
     assert served.engine.stats().num_open == 0
 
 
@@ -426,13 +426,18 @@ def test_a_bug_on_the_way_from_the_queue_into_a_slot_fails_one_request(place: st
             "drafting": (worker._speculation, "begin"),
             "shared": (worker, "_share_prefixes"),
         }[place]
-        working = getattr(owner, name)
+        working, left = (
+            getattr(owner, name),
+            [1] * (1 if name in ("_make_decoder", "prefetch", "_share_prefixes") else 2),
+        )
 
-        def fail_once(*_: Any, **__: Any) -> Any:
-            object.__setattr__(owner, name, working)
+        def fail(*_: Any, **__: Any) -> Any:
+            left.pop()
+            if not left:
+                object.__setattr__(owner, name, working)
             raise AssertionError("a bug")
 
-        object.__setattr__(owner, name, fail_once)
+        object.__setattr__(owner, name, fail)
 
     assert ends_of(served, sabotage) == [Finished, Failed, Finished]
     served.engine.stop()
@@ -450,9 +455,8 @@ def test_a_bug_while_a_request_is_cancelled_or_texts_are_taken_leaves_the_engine
         generation = served.engine.submit(request("a", max_tokens=100))
         await served.engine.execute(sabotage)
         generation.cancel()
-        assert isinstance((await asyncio.wait_for(collect(generation), 120))[-1], Failed)
-        with pytest.raises(StepFailed, match="a bug"):
-            await asyncio.wait_for(served.engine.embed([np.array([1], np.int32)], Pooling.MEAN), 120)
+        assert isinstance((await asyncio.wait_for(collect(generation), 120))[-1], Finished)
+        assert await asyncio.wait_for(served.engine.embed([np.array([1], np.int32)], Pooling.MEAN), 120)
         await served.engine.execute(lambda worker: delattr(worker, "_end_idle_work"))
         assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 120))[-1], Finished)
 
@@ -462,8 +466,12 @@ def test_a_bug_while_a_request_is_cancelled_or_texts_are_taken_leaves_the_engine
 def test_a_request_that_cannot_be_ended_keeps_no_other_from_its_end() -> None:
     served, worker = Served(speculation=Oracle()), cast(Any, None)
 
+    left = ["a", "b"]
+
     def broken() -> None:
-        worker.__dict__.pop("step", None)
+        left.pop()
+        if not left:
+            worker.__dict__.pop("step", None)
         raise AssertionError("a bug")
 
     def sabotage(given: Any) -> None:

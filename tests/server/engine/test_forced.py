@@ -18,7 +18,7 @@ from models.inference.sampling_params import SamplingParams
 from models.loader import load
 from models.output.grammar import Grammar, GrammarKind, Opener, OutputGrammar, allows
 from models.output.pieces import ReasoningFormat, Thinking
-from server.engine.request import DraftSource, Failed, Finished
+from server.engine.request import DraftSource, Finished
 from server.engine.speculation import Drafting, Speculation
 from tests.server.engine.test_drafts import CLOSED, prompt_of
 from tests.support import fake_runner, tiny_models
@@ -234,7 +234,7 @@ def test_a_forced_token_that_the_runner_cannot_take_concerns_its_own_row(
     message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the token before it is read with a step under way, or before a newcomer's prompt is evaluated."""
-    prompts, reasons = [prompt_of(seed, 20) for seed in (1, 2, 3)], set[type]()
+    prompts = [prompt_of(seed, 20) for seed in (1, 2, 3)]
 
     def run(num_steps: int) -> list[Collected]:
         harness = Harness()
@@ -253,8 +253,4 @@ def test_a_forced_token_that_the_runner_cannot_take_concerns_its_own_row(
     for num_steps in range(1, 12):
         with monkeypatch.context() as patch:
             patch.setattr(fake_runner.FakeRunner, "force", fail)
-            thinking, *others = run(num_steps)
-        assert [sink.tokens for sink in others] == plain[1:]
-        reasons.add(type(thinking.last))
-        assert thinking.tokens == plain[0] or thinking.last.error.args[0].endswith(message)
-    assert (Failed in reasons) == ("memory" not in message)
+            assert [sink.tokens for sink in run(num_steps)] == plain

@@ -560,7 +560,7 @@ def test_a_step_without_memory_is_tried_again_with_half_of_what_was_stored_given
     for seed in range(6):
         harness.run(harness.submit(prompt_of(seed, 40), max_tokens=2))
     stored = harness.prefix_cache.ledger.stored_bytes
-    runner.failing = [kind]
+    runner.failing = [kind] * 2
     sinks = [harness.submit(prompt_of(seed, 40), max_tokens=9, ignore_eos=True) for seed in (20, 21)]
     harness.run()
     for sink, seed in zip(sinks, (20, 21), strict=True):
@@ -569,8 +569,8 @@ def test_a_step_without_memory_is_tried_again_with_half_of_what_was_stored_given
     assert stored > 0 and runner.failing == []
 
 
-def test_a_request_that_finds_no_memory_twice_is_told_to_come_back() -> None:
-    harness = Harness(runner=ShortRunner("prefill", "prefill"))
+def test_a_request_that_finds_no_memory_thrice_is_told_to_come_back() -> None:
+    harness = Harness(runner=ShortRunner(*["prefill"] * 3))
     sink = harness.submit(prompt_of(1, 40))
     harness.run()
     assert isinstance(sink.last.error, OutOfMemory) and sink.last.error.retry_after_seconds > 0
@@ -579,12 +579,12 @@ def test_a_request_that_finds_no_memory_twice_is_told_to_come_back() -> None:
     assert later.tokens == answer(prompt_of(1, 40))
 
 
-def test_a_prompt_that_finds_no_memory_twice_waits_for_the_end_of_another() -> None:
+def test_a_prompt_that_finds_no_memory_thrice_waits_for_the_end_of_another() -> None:
     runner = ShortRunner()
     harness = Harness(runner=runner)
     first = harness.submit(prompt_of(1, 40), max_tokens=20, ignore_eos=True)
     harness.step(5)
-    runner.failing = ["prefill"] * 2
+    runner.failing = ["prefill"] * 3
     second = harness.submit(prompt_of(2, 40), ignore_eos=True)
     newcomer = harness.submit(prompt_of(3, 40), ignore_eos=True)
     while not first.is_over:
@@ -601,7 +601,7 @@ def test_a_prompt_that_finds_no_memory_alone_after_waiting_is_told_to_come_back(
     harness = Harness(runner=runner)
     first = harness.submit(prompt_of(1, 40), max_tokens=20, ignore_eos=True)
     harness.step(5)
-    runner.failing = ["prefill"] * 3
+    runner.failing = ["prefill"] * 4
     second = harness.submit(prompt_of(2, 40))
     harness.run()
     assert first.tokens == reference(prompt_of(1, 40), 20, ignore_eos=True)
