@@ -103,7 +103,7 @@ class QuotingRenderer(FakeRenderer):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_half_a_character_in_a_call_does_not_fail_the_answer(stream: bool) -> None:
-    text = r'<tool_call>{"name": "f\udc00", "id": "c\ud83d", "arguments": {"city\ud800": "\ud83d"}}</tool_call>'
+    text = r'<tool_call>{"name": "f", "id": "c\ud83d", "arguments": {"city\ud800": "\ud83d"}}</tool_call>'
     answer = client_of(Script((text,))).post(CHAT, json={**BODIES[CHAT], "stream": stream})
     assert answer.status_code == 200
     if stream:
@@ -114,7 +114,7 @@ def test_half_a_character_in_a_call_does_not_fail_the_answer(stream: bool) -> No
         call = {**deltas[0], "function": {**deltas[0]["function"], "arguments": arguments}}
     else:
         [call] = answer.json()["choices"][0]["message"]["tool_calls"]
-    assert (call["id"], call["function"]["name"]) == ("c\ufffd", "f\ufffd")
+    assert (call["id"], call["function"]["name"]) == ("c\ufffd", "f")
     assert json.loads(call["function"]["arguments"]) == {"city\ufffd": "\ufffd"}
 
 
