@@ -6,8 +6,11 @@ commas and colons: a small model would continue white space for ever.
 
 import copy
 import json
+import logging
+import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache, lru_cache, partial
 from typing import Any, Final
 
@@ -18,12 +21,18 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from models.errors import GrammarFailed, InvalidGrammar, brief
-from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
+from models.output.grammar import JSON_KINDS, JSON_STYLE, Grammar, GrammarKind, MaskWords
+
+logger = logging.getLogger(__name__)
 
 MAX_KEPT = 16
 """Kept grammars, of at most about 20 MB each."""
+MAX_CHECKED: Final = 4096
+"""Kept answers on schemas of tools, and spelled texts."""
 MAX_CHARACTERS: Final = 1 << 18
 MAX_MESSAGE: Final = 400
+_SLICE: Final = "[^<]+"
+"""Of texts between tags: masks then need not look up each token in them."""
 _WORD_BITS = 32
 _LIMITS: Final[Any] = llguidance.LLParserLimits(
     initial_lexer_fuel=50_000, step_lexer_fuel=50_000, max_lexer_states=25_000, verbose_errors=False
@@ -40,8 +49,9 @@ class GrammarCompiler:
         self._eos = sorted(eos_token_ids)
         self._tokenizer = cache(partial(_read_tokenizer, describe_tokenizer, self._eos))
         self._compiled = lru_cache(MAX_KEPT)(
-            lambda grammar: _LlguidanceGrammar(self._tokenizer(), _definition(grammar), self._eos)
+            lambda grammar: _LlguidanceGrammar(self._tokenizer(), self._checked(grammar), self._eos)
         )
+        self._accepts, self._spelled = lru_cache(MAX_CHECKED)(self._try), lru_cache(MAX_CHECKED)(self._spell)
 
     def compile(self, grammar: Grammar) -> "_LlguidanceGrammar":
         """Raises InvalidGrammar with the fault."""
@@ -49,17 +59,62 @@ class GrammarCompiler:
             raise InvalidGrammar(f"{len(grammar.text)} characters are more than the {MAX_CHARACTERS} that are taken")
         return self._compiled(grammar)
 
-    def spell(self, marker: str) -> str:
-        """A marker, perhaps a token, in Lark; raises InvalidGrammar."""
+    def _checked(self, grammar: Grammar) -> str:
+        """The library's definition. Refuses a pattern of names that matches none but declared ones.
+
+        The library would allow a comma, and no name behind it.
+        """
+        definition = _definition(grammar)
+        if "patternProperties" in grammar.text and grammar.kind in JSON_KINDS:
+            for pattern, names in _whole_patterns(json.loads(grammar.text)):
+                excluded = "".join(f" & ~/{_in_lark(re.escape(name))}/" for name in names)
+                try:
+                    self.compile(
+                        Grammar(GrammarKind.LARK, f"start: NAME\nNAME: /({_in_lark(pattern[1:-1])})/{excluded}")
+                    )
+                except InvalidGrammar as error:
+                    why = f"patternProperties {pattern!r} matches only properties that are declared; leave it out"
+                    raise InvalidGrammar(why) from error
+        return definition
+
+    def accepts(self, name: str, grammar: Grammar) -> bool:
+        """Whether a grammar can be followed; where not, the log names it once."""
+        return self._accepts(name, grammar)
+
+    def _try(self, name: str, grammar: Grammar) -> bool:
+        try:
+            self.compile(grammar)
+        except InvalidGrammar as error:
+            logger.warning("%s cannot be bound as described: %s", name, error)
+            return False
+        return True
+
+    def token_of(self, text: str) -> int | None:
+        """The special token with this text."""
+        tokens: list[int] = self._tokenizer().tokenize_str(text, parse_special=True)
+        return tokens[0] if len(tokens) == 1 and self._tokenizer().is_special_token(tokens[0]) else None
+
+    def spell(self, text: str) -> str:
+        """A text in Lark, special tokens by number; empty for none. Raises InvalidGrammar."""
+        return self._spelled(text)
+
+    def _spell(self, text: str) -> str:
         tokenizer = self._tokenizer()
-        tokens = tokenizer.tokenize_str(marker, parse_special=True)
-        is_token = len(tokens) == 1 and tokenizer.is_special_token(tokens[0])
-        return f"<[{tokens[0]}]>" if is_token else json.dumps(marker, ensure_ascii=False)
+        specials = filter(tokenizer.is_special_token, tokenizer.tokenize_str(text, parse_special=True))
+        by_text = {tokenizer.decode_str([token]): token for token in specials}
+        parts = re.split("|".join(map(re.escape, by_text)).join("()"), text) if by_text else [text]
+        spelled = (
+            f"<[{by_text[part]}]>" if part in by_text else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+        return " ".join(spelled)
 
 
 def _read_tokenizer(describe: Callable[[], str], eos_token_ids: list[int]) -> Any:
     try:
-        return llguidance.LLTokenizer(describe(), eos_token=eos_token_ids or None)
+        slices = [*llguidance.LLTokenizer.general_slices(), _SLICE]
+        return llguidance.LLTokenizer(describe(), eos_token=eos_token_ids or None, slices=slices)
     except Exception as error:  # the library raises anything for a tokenizer that it cannot read
         raise InvalidGrammar(f"this model's tokenizer cannot be bound: {_brief(error)}") from error
 
@@ -183,6 +238,22 @@ def _definition(grammar: Grammar) -> str:
                 return matcher.grammar_from_lark(grammar.text if is_lark else any_to_lark(grammar.text))
     except Exception as error:  # the converters raise anything for what they cannot read
         raise InvalidGrammar(_brief(error)) from error
+
+
+def _in_lark(pattern: str) -> str:
+    return pattern.replace("/", r"\/")
+
+
+def _whole_patterns(schema: Any) -> Iterator[tuple[str, list[str]]]:
+    """The patterns of whole names that match declared properties, which stand beside them."""
+    for one in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _whole_patterns(one)
+    if isinstance(schema, dict) and {"properties", "patternProperties"} <= schema.keys():
+        names = [*schema["properties"]]
+        with suppress(re.error, TypeError):
+            for pattern in schema["patternProperties"]:
+                if re.fullmatch(r"\^.*\$", pattern) and any(re.search(pattern, name) for name in names):
+                    yield pattern, names
 
 
 def _free_mask(vocab_size: int, eos_token_ids: Iterable[int]) -> MaskWords:

@@ -32,6 +32,9 @@ class GrammarKind(StrEnum):
     LARK = "lark"
 
 
+JSON_KINDS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
+
+
 @dataclass(frozen=True)
 class Grammar:
     """An unchecked description of all allowed outputs."""

@@ -1,8 +1,8 @@
 """Turns a body's wishes, in no dialect's names, into the engine's request and a grammar.
 
-Grammars that force, forbid or restrict tool calls follow the model's own format, as far as its calls are JSON. Fields
-of sampling that dialects share are here too: all are optional, null means absent, a seed below 0 is none, `top_k`
-outside the vocabulary keeps all tokens, and a nucleus of 0 is greedy. Runs off the event loop.
+Grammars that force, forbid or restrict tool calls follow the model's own format. Fields of sampling that dialects
+share are here too: all are optional, null means absent, a seed below 0 is none, `top_k` outside the vocabulary keeps
+all tokens, and a nucleus of 0 is greedy. Runs off the event loop.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import numpy as np
 from pydantic import AfterValidator, Field
@@ -19,8 +19,19 @@ from starlette.requests import Request
 
 from models.errors import GrammarFailed, InvalidGrammar, TokenizerFailed
 from models.inference.sampling_params import MAX_WINDOW, SamplingParams, check, settled
-from models.output.call_formats import HARMONY, CallFormat
-from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, OutputGrammar, close_objects, describes_members
+from models.output.call_formats import HARMONY, MISTRAL, CallFormat
+from models.output.call_grammar import ANY_OBJECT as ANY_ARGUMENTS
+from models.output.call_grammar import CallGrammar, Tool
+from models.output.grammar import (
+    JSON_KINDS,
+    JSON_STYLE,
+    Grammar,
+    GrammarKind,
+    Opener,
+    OutputGrammar,
+    close_objects,
+    describes_members,
+)
 from models.prompt.chat_template import RenderedPrompt
 from models.store.stored_model import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, WITHOUT_EFFECT
 from server.api.answer import Question
@@ -31,6 +42,9 @@ from server.api.errors import ApiError, Code, ContextExceeded, wrong
 from server.api.sessions import resolve_line
 from server.engine.request import LOOP_GUARD, GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
+
+if TYPE_CHECKING:
+    from models.inference.grammar import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +60,8 @@ class AnswerGrammar:
     begun: str = ""
     """The answer's beginning, if the prompt holds it."""
     forces_calls: bool = False
+    opener: Opener | None = None
+    """Set if each call is bound from there on, and nothing else."""
 
 
 def json_grammar(schema: Mapping[str, Any] | bool, *, is_strict: bool = False) -> Grammar:
@@ -60,8 +76,12 @@ def choice_grammar(texts: Sequence[str]) -> Grammar:
     return Grammar(GrammarKind.CHOICE, json.dumps(texts))
 
 
-def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> OutputGrammar:
-    """The compiled grammar; raises ApiError (400)."""
+def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> OutputGrammar | None:
+    """The compiled grammar; raises ApiError (400). None for calls that nothing forces and nothing can bind."""
+    if wanted.opener is not None and model.grammars is not None:
+        if not model.grammars.accepts("calls", wanted.grammar):
+            return None
+        return OutputGrammar(model.grammars.compile(wanted.grammar), begun=prompt.begun, opener=wanted.opener)
     if model.grammars is None or model.call_format is HARMONY:
         why = f"the answers of the model {model.id!r} cannot be bound to a grammar"
         raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
@@ -185,15 +205,11 @@ def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: Served
 
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
-_ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": True}
-_TAIL: Final = json.dumps("}\n")
-_CALLS: Final = r'call ("\n" call)*'
 _BARE_CALLS: Final = (
     r'\{\s*("type"\s*:\s*"function"|"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)")',
     r"\[\s*[A-Za-z_][A-Za-z0-9_.]*\s*\(",
 )
 """How calls without markers begin an answer."""
-_JSON_KINDS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 
 
 @dataclass(frozen=True)
@@ -216,22 +232,24 @@ def forced_calls(model: ServedModel, functions: Functions, forced: ForcedCalls) 
         reason = f"there is no tool {missing[0]!r}" if missing else "there are no tools to be called"
         raise wrong("tool_choice", reason)
     allowed = [function for function in functions if wanted is None or function["name"] in wanted]
-    lead, *rules = _rules_of_calls(model, allowed, "tool_choice")
-    start = f"start: {'call' if forced.is_single else _CALLS}"
-    return replace(_lark("tool_choice", start, f"call: {lead} body", *rules), forces_calls=True)
+    rules = _calls(model, allowed, "tool_choice").forced(is_single=forced.is_single)
+    return replace(_lark("tool_choice", "start: calls", *rules), forces_calls=True)
 
 
 def ask(incoming: Incoming, model: ServedModel, conversation: Conversation, params: GenerationParams) -> Question:
     """The request for a conversation's answer; raises ApiError, InvalidParameter and the renderer's errors."""
     prompt, tools, call_format = conversation.render(), conversation.callable_tools, model.call_format
-    params = replace(params, grammar=answer_grammar(model, conversation, params))
+    binds = context_of(incoming.http).config.bind_calls
+    params = replace(params, grammar=answer_grammar(model, conversation, params, binds))
     question = question_of(incoming, model, prompt, params, conversation.namespace)
     if params.is_single_call and tools and call_format is not None and call_format.call_end:
         question.request = replace(question.request, single_call=(call_format, tools))
     return replace(question, conversation=conversation)
 
 
-def answer_grammar(model: ServedModel, conversation: Conversation, params: GenerationParams) -> AnswerGrammar | None:
+def answer_grammar(
+    model: ServedModel, conversation: Conversation, params: GenerationParams, binds: str = "strict"
+) -> AnswerGrammar | None:
     """What binds an answer: forced calls; else what is wanted, or calls; else the rest. Raises ApiError (400)."""
     functions, wanted = [tool["function"] for tool in conversation.callable_tools], params.grammar
     if params.forced is not None:
@@ -242,7 +260,7 @@ def answer_grammar(model: ServedModel, conversation: Conversation, params: Gener
         return None  # a request that only measures continues after the end of turn, where no grammar applies
     if conversation.forbids_calls:
         return _no_calls(model.call_format) if model.call_format is not None and can_forbid_calls(model) else None
-    return strict_calls(model, functions)
+    return bound_calls(model, functions, binds)
 
 
 def shows_tools(model: ServedModel, tools: Sequence[Any] | None, *, forbids_calls: bool) -> bool:
@@ -269,52 +287,69 @@ def _no_calls(call_format: CallFormat) -> AnswerGrammar:
 
 def answer_or_calls(model: ServedModel, functions: Functions, wanted: AnswerGrammar) -> AnswerGrammar:
     """The grammar of calls or an answer as `wanted`; raises ApiError (400)."""
-    if wanted.grammar.kind not in _JSON_KINDS:
+    if wanted.grammar.kind not in JSON_KINDS:
         why = "beside tools only JSON can be asked for; else set tool_choice to none"
         raise wrong(wanted.param, why, Code.UNSUPPORTED_PARAMETER)
-    lead, *rules = _rules_of_calls(model, functions, wanted.param)
+    rules = _calls(model, functions, wanted.param).forced(is_single=False)
     is_lenient = wanted.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
     answer = f"answer: %json {_schema(json.loads(wanted.grammar.text), is_lenient=is_lenient)}"
-    return _lark(wanted.param, f"start: answer | {_CALLS}", answer, f"call: {lead} body", *rules)
+    return _lark(wanted.param, "start: answer | calls", answer, *rules)
 
 
-def strict_calls(model: ServedModel, functions: Functions) -> AnswerGrammar | None:
-    """The grammar of text and calls in which strict functions' calls follow their schemas, if possible."""
-    if not any(map(_is_strict, functions)):
+def bound_calls(model: ServedModel, functions: Functions, binds: str) -> AnswerGrammar | None:
+    """The grammar of each call in an answer, where calls are bound and can be.
+
+    `binds` is `on`; `strict` for the arguments of strict functions, if there are any; or `off`.
+    """
+    form = model.call_format
+    binds_all, any_strict = binds == "on", any(map(_is_strict, functions))
+    if not functions or form is None or form.is_bare or not (binds_all or (binds == "strict" and any_strict)):
         return None
-    free = {"parameters": _ANY_ARGUMENTS}
-    bound = [function if _is_strict(function) else {**function, **free} for function in functions]
+    free = {"parameters": ANY_ARGUMENTS}
+    bound = [function if binds_all or _is_strict(function) else {**function, **free} for function in functions]
     try:
-        lead, *rules = _rules_of_calls(model, bound, "tools")
+        calls = _calls(model, bound, "tools")
     except ApiError:
         return None
-    # A marker that is a token ends the text; a marker of several tokens ends it once complete.
-    is_token = lead.startswith("<[")
-    calls = [f"call: TEXT {lead} body"] if is_token else ["call: lead body", f"lead[lazy]: TEXT {lead}"]
-    return _lark("tools", "start: call* rest", "rest: TEXT", "TEXT: /(?s:.*)/", *calls, *rules)
+    return replace(_lark("tools", *calls.lazy()), opener=_opener(model, form, *calls.opener()))
+
+
+def _opener(model: ServedModel, form: CallFormat, text: str, letter: str) -> Opener:
+    """One in quotes is of the text; one that is no token is followed by what begins a call."""
+    token = None if model.grammars is None else model.grammars.token_of(text)
+    spellings = "|".join(re.escape(one) for one in (text, *(alias for alias, _ in form.aliases)))
+    behind = "()" if token is not None else rf"(\s*{re.escape(letter)}.*)"
+    return Opener(re.compile(rf"(?<!['\"`])(?:{spellings}){behind}", re.DOTALL), token)
 
 
 def _lark(param: str, *lines: str) -> AnswerGrammar:
     return AnswerGrammar(param, Grammar(GrammarKind.LARK, "\n".join(lines)))
 
 
-def _rules_of_calls(model: ServedModel, functions: Functions, param: str) -> Sequence[str]:
-    """The marker before a call; the rule `body` of what follows it, and one per function. Raises ApiError (400)."""
-    syntax = model.call_format
-    if model.grammars is None or syntax is None or not syntax.is_envelope or not syntax.close:
-        why = f"the model {model.id!r} does not write calls as JSON between markers, so no grammar binds them"
-        raise wrong(param, why, Code.UNSUPPORTED_PARAMETER)
+def _calls(model: ServedModel, functions: Functions, param: str) -> CallGrammar:
+    """The grammars of calls to functions; raises ApiError (400) for a model whose calls nothing binds."""
+    form, grammars = model.call_format, model.grammars
     try:
-        start, end = model.grammars.spell(syntax.open.strip()), model.grammars.spell(syntax.close)
+        if (
+            form is not None
+            and grammars is not None
+            and (form is not MISTRAL or grammars.token_of("[ARGS]") is not None)
+        ):
+            return CallGrammar(form, [_tool(grammars, function) for function in functions], grammars.spell)
+        why = f"no grammar binds the calls of the model {model.id!r}"
     except InvalidGrammar as error:
-        raise wrong("tool_choice", str(error), Code.UNSUPPORTED_PARAMETER) from error
-    rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
-    for number, function in enumerate(functions):
-        begun = f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": '
-        head = json.dumps(begun, ensure_ascii=False)
-        arguments = _schema(_parameters(function), is_lenient=not _is_strict(function))
-        rules.append(f"call_{number}: {head} %json {arguments} {_TAIL} {end}")
-    return [start, *rules]
+        why = str(error)
+    raise wrong(param, why, Code.UNSUPPORTED_PARAMETER)
+
+
+def _tool(grammars: "GrammarCompiler", function: Mapping[str, Any]) -> Tool:
+    """With its schema if that can be bound, else with any object."""
+    schema, is_strict = close_objects(_parameters(function)), _is_strict(function)
+    for strictly in (True, False) if is_strict else (False,):
+        kind = GrammarKind.JSON_SCHEMA if strictly else GrammarKind.LENIENT_JSON_SCHEMA
+        if grammars.accepts(f"the schema of the tool {function['name']!r}", Grammar(kind, json.dumps(schema))):
+            return Tool(function["name"], schema, strictly)
+    return Tool(function["name"], ANY_ARGUMENTS)
 
 
 def _is_strict(function: Mapping[str, Any]) -> bool:

@@ -58,6 +58,7 @@ class ServerConfig:
     context_tokens: int | None = None
     max_waiting: int = 64
     speculate: str = "auto"
+    bind_calls: str = "strict"
     loop_guard: bool = False
     chunk_tokens: int = 256
     max_body_bytes: int = 32 * MEBIBYTE

@@ -296,3 +296,39 @@ def test_forced_tokens_are_those_that_masks_allow_alone_and_asking_for_them_chan
                 assert not asked.forced()
                 break
     assert num_forced > 100
+
+
+def scored(pattern: str, *names: str) -> Grammar:
+    properties = {name: {"type": "integer"} for name in names}
+    schema = {
+        "properties": properties,
+        "patternProperties": {pattern: {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "required": [*names], **schema}))
+
+
+def test_a_pattern_of_names_that_only_declared_ones_match_is_refused_before_the_first_token() -> None:
+    for pattern, names in (("^score$", ["score"]), ("^level_[12]$", ["level_1", "level_2"]), ("^a/b$", ["a/b"])):
+        with pytest.raises(InvalidGrammar, match="only properties that are declared") as told:
+            compiler().compile(scored(pattern, *names))
+        assert "NAME" not in str(told.value)
+    for pattern in ("^(score|grade)$", "^s", "score$", "^x$"):
+        matcher = after(scored(pattern, "score"), ids('{"score": 5, '))
+        assert texts(matcher.mask()), pattern
+
+
+def test_a_schema_that_cannot_be_bound_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    keeping, wrong = compiler(), Grammar(GrammarKind.LENIENT_JSON_SCHEMA, '{"type": "any"}')
+    assert [keeping.accepts("the tool 'x'", wrong) for _ in range(3)] == [False] * 3
+    assert [record.getMessage().count("the tool 'x'") for record in caplog.records] == [1]
+
+
+def test_special_tokens_within_a_text_are_spelled_by_number() -> None:
+    number = tiny_models.tokenizer().convert_tokens_to_ids("<tool_call>")
+    assert compiler().spell("a\n<tool_call>\n<x>") == f'"a\\n" <[{number}]> "\\n<x>"'
+    assert (compiler().spell(""), compiler().token_of("<tool_call>"), compiler().token_of("<x>")) == (
+        "",
+        number,
+        None,
+    )

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from models.inference.grammar import GrammarCompiler
 from models.output.call_formats import CODER, HARMONY, HERMES, LLAMA, PYTHONIC
+from models.output.grammar import OutputGrammar, allows
 from models.output.pieces import ToolArguments, ToolCallStarted
 from server.api.conversation import Conversation
 from server.api.params import (
@@ -18,12 +19,13 @@ from server.api.params import (
     ForcedCalls,
     GenerationParams,
     answer_grammar,
+    bound_calls,
     forced_calls,
     json_grammar,
-    strict_calls,
 )
 from server.api.responses.output import AnswerOutput, ClientTool, ToolSet
 from server.app.config import ServerConfig
+from server.engine.output import CallConstraint
 from tests.server.api.ollama.test_ollama_fields import NamingBinder
 from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
@@ -143,7 +145,7 @@ def test_calls_that_cannot_be_forced_are_refused_in_words(live: Live, fields: di
     assert answer.json()["error"]["param"] == "tool_choice"
 
 
-def test_a_model_whose_calls_are_not_json_says_so() -> None:
+def test_a_model_whose_calls_nothing_binds_says_so() -> None:
     client = TestClient(create_app(FakeEngine(), fake_model(call_format=CODER), ServerConfig()))
     body = {"messages": [user("x")], "tools": TOOLS, "tool_choice": "required"}
     answer = client.post(CHAT, content=json.dumps(body), headers=JSON)
@@ -279,11 +281,21 @@ def test_calls_are_bound_and_text_is_not(name: str, text: str, is_allowed: bool)
     tokenizer: Any = tiny_models.tokenizer()
     syntax = replace(HERMES, open=f"<{name}>\n", close=f"</{name}>")
     grammars = GrammarCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
-    wanted = strict_calls(fake_model(call_format=syntax, grammars=grammars), [tool["function"] for tool in TOOLS])
-    assert wanted is not None
-    matcher = grammars.compile(wanted.grammar).begin()
+    model = fake_model(call_format=syntax, grammars=grammars)
     tokens = tokenizer.encode(text.replace("C>", f"{name}>"), add_special_tokens=False)
-    assert follows(matcher, [*tokens, tokenizer.eos_token_id]) == is_allowed
+    assert follows_calls(model, [*tokens, tokenizer.eos_token_id]) == is_allowed
+
+
+def follows_calls(model: Any, tokens: list[int], binds: str = "strict") -> bool:
+    """Whether each token of a call is allowed after those before it."""
+    wanted = bound_calls(model, [tool["function"] for tool in TOOLS], binds)
+    assert wanted is not None and wanted.opener is not None
+    constraint = CallConstraint(OutputGrammar(model.grammars.compile(wanted.grammar)), wanted.opener)
+    for token in tokens:
+        if constraint.is_binding and not allows(constraint.mask(), token):
+            return False
+        constraint.accept(token, tiny_models.tokenizer().decode([token]))
+    return not constraint.is_binding
 
 
 def follows(matcher: Any, tokens: list[int]) -> bool:
@@ -300,7 +312,8 @@ def follows(matcher: Any, tokens: list[int]) -> bool:
     [
         ({"grammars": NamingBinder(), "call_format": HERMES}, True, True),
         ({"grammars": NamingBinder(), "call_format": HERMES}, False, False),
-        ({"grammars": NamingBinder(), "call_format": CODER}, True, False),
+        ({"grammars": NamingBinder(), "call_format": CODER}, True, True),
+        ({"grammars": NamingBinder(), "call_format": LLAMA}, True, False),
         ({"call_format": HERMES}, True, False),
     ],
 )
@@ -357,7 +370,7 @@ def test_other_dialects_tell_no_markup_of_a_call_that_is_cut(live: Live) -> None
     function = {"type": "function", "name": "weather", "parameters": WEATHER}
     kinds = set()
     # Drawn at random: few answers of the last begin without a thought, so there may be many rounds.
-    for limit in (1, 9, 17, 21, 25, 29, 33, 37) * 24:
+    for limit in (1, 9, 17, 25, 33, 37, 41, 45) * 24:
         sampling = {"temperature": 1, "thinking": {"type": "disabled"}}
         anthropic = live.post(
             "/v1/messages",
@@ -390,7 +403,7 @@ def test_other_dialects_tell_no_markup_of_a_call_that_is_cut(live: Live) -> None
                 "/v1/responses", model="tiny", input="y", max_output_tokens=1, previous_response_id=response["id"]
             )
             assert again.status_code == 200, again.text
-        if limit == 37 and kinds == {"tool_use", "function_call"}:
+        if limit == 45 and kinds == {"tool_use", "function_call"}:
             break
     assert kinds == {"tool_use", "function_call"}
 
@@ -445,3 +458,47 @@ def test_the_input_of_a_custom_call_that_was_cut_is_what_was_told() -> None:
         *_, done, _ = output.close("incomplete")
         assert done["type"] == "response.custom_tool_call_input.done"
         assert done["input"] == output.ended[0]["input"] == told
+
+
+@pytest.fixture(scope="module", params=["qwen3_coder", "glm47", "gemma4", "kimi_k2"])
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A random model of a family whose calls are not JSON between `<tool_call>`, with all calls bound."""
+    folder = tiny_models.write("qwen3", tmp_path_factory.mktemp("other") / "tiny")
+    described = folder / "tokenizer_config.json"
+    described.write_text(json.dumps({**json.loads(described.read_text()), "tool_parser_type": request.param}))
+    with serving(folder, bind_calls="on") as server:
+        yield server
+
+
+LOOSE = {
+    **NAMED,
+    "parameters": {**WEATHER, "properties": {"city": {"enum": ["Rome", "Ulm"]}, "days": {"enum": [1, 2]}}},
+}
+UNKNOWN = {"name": "odd", "parameters": {"type": "object", "properties": {"a": {"type": "any"}}, "required": ["b"]}}
+
+
+def test_calls_are_forced_in_other_formats_beside_a_tool_that_cannot_be_bound(other: Live) -> None:
+    functions = [{"type": "function", "function": one} for one in (LOOSE, UNKNOWN)]
+    for seed, choice in enumerate(["required", named("weather"), named("weather")]):
+        asked = {**ASKED, "tools": functions, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 900}
+        answer = other.ask(user("x"), **asked, seed=seed).choices[0]
+        if choice == "required" and answer.finish_reason == "length":
+            continue  # any arguments may be long
+        (call,) = answer.message.tool_calls
+        assert answer.finish_reason == "tool_calls" and call.function.name in ("weather", "odd")
+        if call.function.name == "weather":
+            arguments = json.loads(call.function.arguments)
+            assert {*arguments} == {"city", "days"} and arguments["city"] in ("Rome", "Ulm")
+            assert arguments["days"] in (1, 2)
+
+
+@pytest.mark.parametrize("other", ["qwen3_coder", "glm47"], indirect=True)
+def test_a_call_that_a_model_begins_by_itself_is_bound_where_all_are(other: Live) -> None:
+    asked = {**ASKED, "tools": [{"type": "function", "function": LOOSE}], "logit_bias": CALLS, "max_tokens": 200}
+    calls = other.ask(user("x"), **asked, seed=1).choices[0].message.tool_calls
+    assert len(calls) > 1, "a random model that opens calls all the time has called"
+    for call in calls[:-1]:
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments) in [
+            {"city": c, "days": d} for c in ("Rome", "Ulm") for d in (1, 2)
+        ]

@@ -30,8 +30,14 @@ class NamingBinder:
     def compile(self, grammar: Grammar) -> Any:
         return grammar.text
 
-    def spell(self, marker: str) -> str:
-        return marker
+    def accepts(self, name: str, grammar: Grammar) -> bool:
+        return True
+
+    def spell(self, text: str) -> str:
+        return text
+
+    def token_of(self, text: str) -> int | None:
+        return None
 
 
 @pytest.fixture
