@@ -205,7 +205,10 @@ class CallReader(OutputParser):
                     reader.mend("field of the name")
             elif key in ("id", "type", "index"):
                 value = json.loads((yield from reader.need(_SCALAR))[0], strict=False)
-                call_id = value if key == "id" and isinstance(value, str) else call_id
+                if key == "id" and isinstance(value, str):
+                    call_id = value
+                    if reader.opening is not None:
+                        reader.opening = replace(reader.opening, id=self._call_id(value))
             else:
                 raise Refused
         if schema is None or (needs_arguments and not has_arguments):
@@ -244,12 +247,17 @@ class CallReader(OutputParser):
         name, reader = self._declared(written), self._reader
         self._is_open, self._is_known = True, name is not None
         reader.is_held = name is None or self._in_thought
-        is_new = call_id is not None and call_id not in self._ids
-        reader.opening = ToolCallStarted(well_formed(call_id) if call_id and is_new else new_call_id(), name or "")
-        self._ids.add(reader.opening.id)
+        reader.opening = ToolCallStarted(self._call_id(call_id), name or "")
         if name is not None and name != written and not _USUAL.fullmatch(written):
             reader.mend("name")
         return {} if name is None else self._tools[name]
+
+    def _call_id(self, written: str | None) -> str:
+        """The id that the model wrote, if it wrote one that no other call has."""
+        call_id = well_formed(written) if written else ""
+        call_id = new_call_id() if call_id in self._ids or not call_id else call_id
+        self._ids.add(call_id)
+        return call_id
 
     def _end_call(self) -> None:
         reader, start = self._reader, len(self._reader.pieces)
