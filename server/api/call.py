@@ -21,17 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from models.errors import InvalidParameter
 from server.api.answer import Answer, Exchange
-from server.api.dialect import (
-    ApiContext,
-    Change,
-    Dialect,
-    ModelReady,
-    body_of_request,
-    client_of,
-    context_of,
-    dialect_of,
-    namespace_of,
-)
+from server.api.dialect import ApiContext, Dialect, ModelReady, client_of, context_of, dialect_of, namespace_of
 from server.api.embedding import EmbeddingWork
 from server.api.errors import ApiError, Code, explain, stopped
 from server.api.guard import key_name_of
@@ -46,6 +36,16 @@ from server.pool.pool import LOADED
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What a checked body asks to be kept."""
+
+    work: Callable[[], Response]
+    """Keeps it, on another thread."""
+    model = keep_alive_seconds = None
+
 
 Plan: TypeAlias = Exchange | EmbeddingWork | ModelReady | Change
 """What a body asks for; the model, if any, is loaded and held."""
@@ -143,7 +143,7 @@ class Call:
 
     async def respond(self) -> Response:
         """The response, which owns the stack if it is a stream."""
-        self._raw = await body_of_request(self._http)
+        self._raw = await self._context.read_body(self._http)
         if self.is_limited and self._context.is_draining:
             raise stopped()
         response = None
@@ -255,7 +255,7 @@ class Call:
         if isinstance(plan, ModelReady):
             return JsonBody(plan.payload)
         if isinstance(plan, Change):
-            return await self._context.storing.run(client_of(self._http), plan.work)
+            return await self._context.in_turn(self._context.storing, self._http, plan.work)
         if isinstance(plan, EmbeddingWork):
             return await self._compute(plan)
         answer = self._begin(plan)

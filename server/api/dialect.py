@@ -124,15 +124,6 @@ class ModelReady:
     """As in `Exchange`."""
 
 
-@dataclass(frozen=True, eq=False)
-class Change:
-    """What a checked body asks to be kept."""
-
-    work: Callable[[], Response]
-    """Keeps it, on another thread."""
-    model = keep_alive_seconds = None
-
-
 @dataclass(frozen=True)
 class Operation:
     """What an endpoint takes and gives; None: it takes no body."""
@@ -247,8 +238,15 @@ class ApiContext:
     def close(self) -> None:
         """Closes what dialects keep, once nothing uses it any more."""
         for one in self._kept.values():
-            if (close := getattr(one, "close", None)) is not None:
-                close()
+            getattr(one, "close", lambda: None)()
+
+    async def read_body(self, request: Request) -> bytes:
+        """As `read_body`, within the server's limit."""
+        return await read_body(request, self.config.max_body_bytes, partial(self.in_turn, self.expanding, request))
+
+    async def in_turn(self, threads: FairThreads, request: Request, work: Callable[[], Kept]) -> Kept:
+        """What `work` returns or raises, on one of `threads`, when it is the client's turn."""
+        return await threads.run(client_of(request), work)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work that handles its own errors."""
@@ -273,12 +271,6 @@ def context_of(request: Request) -> ApiContext:
 def client_of(request: Request) -> str:
     """Who takes turns with others: a key on a machine."""
     return f"{request.client.host if request.client else ''} {dialect_of(request).api_key(request.headers)}"
-
-
-async def body_of_request(request: Request) -> bytes:
-    """As `read_body`, within the server's limit."""
-    context = context_of(request)
-    return await read_body(request, context.config.max_body_bytes, partial(context.expanding.run, client_of(request)))
 
 
 def describe_models(

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api import PRODUCT
 from server.api.bodies import Body, Rules, parse_body
-from server.api.dialect import Dialect, body_of_request, context_of, dialect_of, namespace_of
+from server.api.dialect import Dialect, context_of, dialect_of, namespace_of
 from server.api.errors import ApiError, Code, explain, stopped
 from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.sessions import Refusal, ascii_text
@@ -157,7 +157,7 @@ async def read_owners_body(request: Request, kind: type[Body], rules: Rules, wha
     if not is_owner(request):
         message = f"only who runs the server {what}: on its own machine, or by an operator's key"
         raise ApiError(Code.OPERATOR_ONLY, message)
-    fields, _ = parse_object(await body_of_request(request))
+    fields, _ = parse_object(await context_of(request).read_body(request))
     return parse_body(kind, fields, rules)
 
 

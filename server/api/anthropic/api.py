@@ -21,15 +21,7 @@ from server.api.anthropic.content import AnswerContent
 from server.api.anthropic.tool_search import SEARCH_TOOLS, SearchFailed, find_tools
 from server.api.bodies import parse_body
 from server.api.call import generate, inspect
-from server.api.dialect import (
-    ApiContext,
-    Dialect,
-    Endpoint,
-    Operation,
-    client_of,
-    describe_models,
-    with_and_without_v1,
-)
+from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, describe_models, with_and_without_v1
 from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.params import Incoming, ask
 from server.api.planning import Result
@@ -324,7 +316,7 @@ class _MessageExchange(Exchange):
             return None
 
     async def _on_thread(self, work: Callable[[], Result]) -> Result:
-        return await self._context.searching.run(client_of(self._incoming.http), work)
+        return await self._context.in_turn(self._context.searching, self._incoming.http, work)
 
     @property
     def _num_left(self) -> int:

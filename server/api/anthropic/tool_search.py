@@ -105,11 +105,7 @@ def _matches(pattern: str, functions: _Functions, seconds_left: Callable[[], flo
 
 
 def _relevance(query: str, functions: _Functions, seconds_left: Callable[[], float]) -> list[float]:
-    documents = [
-        Counter(_words(" ".join(_texts(function))[:MAX_SEARCHED_CHARACTERS]))
-        for function in functions
-        if seconds_left()
-    ]
+    documents = [Counter(_words(" ".join(_texts(function)))) for function in functions if seconds_left()]
     mean = sum(document.total() for document in documents) / max(len(documents), 1)
     num_with = Counter(word for document in documents for word in document)
     rarity = {word: math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for word, n in num_with.items()}
@@ -124,4 +120,4 @@ def _relevance(query: str, functions: _Functions, seconds_left: Callable[[], flo
 
 def _words(text: str) -> list[str]:
     """Lower-case words; `readFile` and `read_file` are two."""
-    return [word.lower() for word in _WORD.findall(text)]
+    return [word.lower() for word in _WORD.findall(text[:MAX_SEARCHED_CHARACTERS])]

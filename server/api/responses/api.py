@@ -17,18 +17,8 @@ from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from server.api.bodies import BodyModel
-from server.api.call import AnswerStream, planned
-from server.api.dialect import (
-    ApiContext,
-    Change,
-    Dialect,
-    Endpoint,
-    Operation,
-    client_of,
-    context_of,
-    dialect_of,
-    with_and_without_v1,
-)
+from server.api.call import AnswerStream, Change, planned
+from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, dialect_of, with_and_without_v1
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import namespace_of_query
 from server.api.params import Incoming
@@ -94,7 +84,7 @@ async def delete_response(request: Request) -> Response:
     if run is not None:
         await run.cancel()
         run.forget()
-    return await _deleted(request, "response_id", lambda store, *place: store.delete(*place), "response")
+    return await _deleted(request, "response_id", ResponseStore.delete, "response")
 
 
 async def cancel_response(request: Request) -> Response:
@@ -117,13 +107,13 @@ def _run_of(request: Request) -> BackgroundRun | None:
 
 async def _now(request: Request, run: BackgroundRun) -> Response:
     """What is known of a run; it may be long, so another thread writes it."""
-    now = run.now()
-    return _json(await context_of(request).reading.run(client_of(request), lambda: json_text(now).encode()))
+    context, now = context_of(request), run.now()
+    return _json(await context.in_turn(context.reading, request, lambda: json_text(now).encode()))
 
 
 async def _stored(request: Request) -> bytes:
     """A stored response; an unfinished one without a run has failed."""
-    status, body = await _found(request, "response_id", lambda store, *place: store.find(*place))
+    status, body = await _found(request, "response_id", ResponseStore.find)
     if status in UNFINISHED:
         error = {"code": "server_error", "message": "the server ended before the response did"}
         return json_text({**json.loads(body), "status": "failed", "error": error}).encode()
@@ -135,20 +125,14 @@ async def list_input_items(request: Request) -> Response:
     return await _page_of(request, "response")
 
 
-def _conversation(store: ResponseStore, namespace: str, name: str) -> StoredConversation | None:
-    return store.find_conversation(namespace, name)
-
-
 async def get_conversation(request: Request) -> Response:
     """Returns a conversation, without its items."""
-    return JsonBody(await _found(request, "conversation_id", _conversation))
+    return JsonBody(await _found(request, "conversation_id", ResponseStore.find_conversation))
 
 
 async def delete_conversation(request: Request) -> Response:
     """Forgets a conversation and its items."""
-    return await _deleted(
-        request, "conversation_id", lambda store, *place: store.delete_conversation(*place), "conversation.deleted"
-    )
+    return await _deleted(request, "conversation_id", ResponseStore.delete_conversation, "conversation.deleted")
 
 
 async def list_items(request: Request) -> Response:
@@ -158,18 +142,15 @@ async def list_items(request: Request) -> Response:
 
 async def get_item(request: Request) -> Response:
     """Returns one item of a conversation."""
-    name = (await _found(request, "conversation_id", _conversation)).id
-    return _json(
-        await _found(
-            request, "item_id", lambda store, space, item: store.find_item(space, "conversation", name, item)
-        )
-    )
+    name = (await _found(request, "conversation_id", ResponseStore.find_conversation)).id
+    return _json(await _found(request, "item_id", partial(ResponseStore.find_item, kind="conversation", name=name)))
 
 
 async def delete_item(request: Request) -> Response:
     """Removes an item; returns the conversation."""
-    conversation = await _found(request, "conversation_id", _conversation)
-    await _deleted(request, "item_id", lambda store, *place: store.delete_item(*place, conversation.id), "")
+    conversation = await _found(request, "conversation_id", ResponseStore.find_conversation)
+    delete = partial(ResponseStore.delete_item, conversation_id=conversation.id)
+    await _found(request, "item_id", delete, is_change=True)
     return JsonBody(conversation)
 
 
@@ -181,7 +162,7 @@ def create_conversation(context: ApiContext, incoming: Incoming) -> Change:
     name = incoming.request_id.rpartition("_")[2]
     items = with_ids(_whole_items(body.items or []), name)
     conversation = StoredConversation(f"conv_{name}", int(time.time()), body.metadata or {})
-    return Change(partial(_kept, context, incoming, conversation, items))
+    return Change(partial(_put, context, incoming, conversation, items))
 
 
 @planned
@@ -192,16 +173,14 @@ def update_conversation(context: ApiContext, incoming: Incoming) -> Change:
     def update() -> Response:
         found = context.kept(store_of).find_conversation(namespace_of_query(incoming.http), name)
         known: StoredConversation = _known(found, incoming.http, "conversation_id")
-        return _kept(context, incoming, replace(known, metadata=body.metadata or {}))
+        return _put(context, incoming, replace(known, metadata=body.metadata or {}))
 
     return Change(update)
 
 
-def _kept(
-    context: ApiContext, incoming: Incoming, conversation: StoredConversation, items: Sequence[Item] = ()
-) -> Response:
-    context.kept(store_of).put_conversation(namespace_of_query(incoming.http), conversation, items)
-    return JsonBody(conversation)
+def _put(context: ApiContext, incoming: Incoming, what: StoredConversation, items: Sequence[Item] = ()) -> Response:
+    context.kept(store_of).put_conversation(namespace_of_query(incoming.http), what, items)
+    return JsonBody(what)
 
 
 @planned
@@ -233,7 +212,7 @@ async def _found(request: Request, param: str, ask: Ask, *, is_change: bool = Fa
     """Raises ApiError (404)."""
     context, place = context_of(request), (namespace_of_query(request), request.path_params[param])
     threads = context.storing if is_change else context.reading
-    found = await threads.run(client_of(request), lambda: ask(context.kept(store_of), *place))
+    found = await context.in_turn(threads, request, lambda: ask(context.kept(store_of), *place))
     return _known(found, request, param)
 
 
@@ -258,19 +237,15 @@ async def _page_of(request: Request, kind: Kind) -> Response:
     if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LIMIT:
         raise wrong("limit", f"Input should be a number from 1 to {MAX_LIMIT}")
     wish = PageWish(int(limit), order == "asc", asked.get("after"))
-    return _page(
-        await _found(request, f"{kind}_id", lambda store, *place: store.page(place[0], kind, place[1], wish))
-    )
+    return _page(await _found(request, f"{kind}_id", partial(ResponseStore.page, kind=kind, wish=wish)))
 
 
 def _page(page: Page) -> Response:
     """The JSON of an `ItemList`, without reading the items' own."""
-    ids = [json_text(item_id).encode() for item_id, _ in page.rows]
-    first, last = (ids[0], ids[-1]) if ids else (b"null", b"null")
-    more = b"true" if page.has_more else b"false"
+    ids, more = [json_text(item_id) for item_id, _ in page.rows] or ["null"], json_text(page.has_more)
     data = [part for _, text in page.rows for part in (b",", text)][1:]
-    end = b'],"first_id":%b,"last_id":%b,"has_more":%b}' % (first, last, more)
-    return _json(b'{"object":"list","data":[', *data, end)
+    end = f'],"first_id":{ids[0]},"last_id":{ids[-1]},"has_more":{more}}}'
+    return _json(b'{"object":"list","data":[', *data, end.encode())
 
 
 def _json(*parts: bytes) -> Response:
@@ -278,8 +253,7 @@ def _json(*parts: bytes) -> Response:
     num_bytes = sum(map(len, parts))
     if num_bytes <= SLICE_BYTES:
         return Response(b"".join(parts), media_type="application/json")
-    told = {"content-length": str(num_bytes)}
-    return StreamingResponse(_slices(parts), media_type="application/json", headers=told)
+    return StreamingResponse(_slices(parts), 200, {"content-length": str(num_bytes)}, "application/json")
 
 
 async def _slices(parts: Sequence[bytes]) -> AsyncIterator[bytes]:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Annotated, Any, Final, Literal
 
@@ -521,28 +521,24 @@ def _history(body: InputBody, store: ResponseStore, namespace: str) -> tuple[lis
 
 def _resolved(items: Sequence[Item], before: Sequence[Item], store: ResponseStore, namespace: str) -> Iterator[Item]:
     """The items, with what they refer to instead of references; raises what `spend` raises."""
-    known: dict[str, Item | None] = {one["id"]: one for one in reversed(before)}
-    sizes: dict[str, int] = {}
+    known = {one["id"]: one for one in reversed(before)}
+
+    @cache
+    def find(wanted: str) -> tuple[Item, int] | None:
+        """An item of the history, or of a response whose name the item's id holds, and its size."""
+        if wanted in known:
+            return known[wanted], len(json_text(known[wanted]))
+        parts = wanted.split("_")
+        text = store.find_item(namespace, wanted, "response", f"{ID_PREFIX}{parts[1]}") if len(parts) == 3 else None
+        return None if text is None else (json.loads(text), len(text))
+
     for index, item in enumerate(items):
-        if item["type"] != "item_reference":
-            yield item
-            continue
-        if (wanted := item["id"]) not in known:
-            text = _stored_item(wanted, store, namespace)
-            known[wanted] = None if text is None else json.loads(text)
-        if (found := known[wanted]) is None:
-            raise _not_found(f"input[{index}].id", f"there is no stored item {wanted[:200]!r}")
-        if wanted not in sizes:
-            sizes[wanted] = len(json_text(found))
-        spend(sizes[wanted], "input")
-        yield found
-
-
-def _stored_item(wanted: str, store: ResponseStore, namespace: str) -> bytes | None:
-    """An item of a response, whose name its id holds."""
-    spend(0, "input")
-    parts = wanted.split("_")
-    return store.find_item(namespace, "response", f"{ID_PREFIX}{parts[1]}", wanted) if len(parts) == 3 else None
+        if item["type"] == "item_reference":
+            if (found := find(item["id"])) is None:
+                raise _not_found(f"input[{index}].id", f"there is no stored item {item['id'][:200]!r}")
+            item, num_bytes = found
+            spend(num_bytes, "input")
+        yield item
 
 
 def _with_found(

@@ -31,7 +31,7 @@ from server.api.record import CostsAtEnd, costs_of
 from server.api.responses import conversation
 from server.api.responses.conversation import ID_PREFIX, UNFINISHED, ReadInput, ResponsesBody, parse_known
 from server.api.responses.output import AnswerOutput, Item
-from server.api.responses.store import StoredResponse, holder_of, store_of
+from server.api.responses.store import Held, StoredResponse, choose_evictions, holder_of, store_of
 from server.api.sessions import Recent, codex_metadata, resolve_session_id
 from server.api.wire import Payload, body_of, sse_event
 from server.app.config import ServerConfig
@@ -242,22 +242,17 @@ class BackgroundRuns:
         running = [holder_of(space) for (space, _), run in self._runs.items() if not run.has_ended]
         # Of what is left, nobody takes the last: a key that comes later finds some.
         most = min(MAX_RUNNING, MAX_RUNS - len(running))
-        if running.count(holder_of(place[0])) >= most or not self._has_space(place):
+        kept = {place, *(one for one, run in self._runs.items() if not run.has_ended)}
+        all_held = [Held(one, holder_of(one[0]), (1,)) for one in (*self._runs, place)]
+        victims = choose_evictions(all_held, kept, (MAX_RUNS,))
+        if running.count(holder_of(place[0])) >= most or victims is None:
             answer.is_refused = True
             why = f"{len(running)} responses are made in the background; wait for one, or cancel one"
             raise retry_later(Code.QUEUE_FULL, why, 5)
+        for gone in victims:
+            self._forget(gone)
         run = self._runs[place] = BackgroundRun(partial(self._forget, place), response, answer, held)
         return run
-
-    def _has_space(self, new: tuple[str, str]) -> bool:
-        """Whether one more may be kept: the oldest ended one of a key over its share is forgotten for it."""
-        if len(self._runs) < MAX_RUNS:
-            return True
-        held = Counter(holder_of(space) for space, _ in (*self._runs, new))
-        gone = (one for one, run in self._runs.items() if run.has_ended and _is_over(held, one, MAX_RUNS))
-        if (place := next(gone, None)) is not None:
-            self._forget(place)
-        return place is not None
 
     def note_bytes(self, num_bytes: int) -> None:
         """Counts a new event; while all are too many, the oldest run of a key over its share loses the first half."""
@@ -266,19 +261,13 @@ class BackgroundRuns:
             held = Counter[str]()
             for (space, _), run in self._runs.items():
                 held[holder_of(space)] += run.num_bytes
-            over = (run for one, run in self._runs.items() if run.events and _is_over(held, one, MAX_EVENT_BYTES))
-            if (fullest := next(over, None)) is None:
-                return
-            self._num_bytes -= fullest.forget_half()
+            share = MAX_EVENT_BYTES / len(+held)
+            over = (run for (space, _), run in self._runs.items() if run.events and held[holder_of(space)] > share)
+            self._num_bytes -= next(over).forget_half()
 
     def _forget(self, place: tuple[str, str]) -> None:
         if (run := self._runs.pop(place, None)) is not None:
             self._num_bytes -= run.num_bytes
-
-
-def _is_over(held: Counter[str], place: tuple[str, str], most: int) -> bool:
-    """Whether a run's key holds more than its share of `most`."""
-    return len(+held) == 1 or held[holder_of(place[0])] * len(+held) > most
 
 
 @inspect
@@ -453,21 +442,23 @@ class _ResponseExchange(Exchange):
         return {"type": f"response.{self._response['status']}", "response": self._response}
 
     async def _keep(self, conversation_id: str | None = None) -> None:
-        """Stores the response, or says in it that it is not stored."""
+        """Stores the response, or says in it that it is not stored, or that it is in no conversation any more."""
         try:
-            await self._save(conversation_id)
+            if not await self._save(conversation_id):
+                self._response = {**self._response, "conversation": None}
         except ApiError as error:  # the answer itself is complete
             logger.warning("%s: the response is not kept: %s", self._response["id"], error.message)
             self._response = {**self._response, "store": False}
 
-    async def _save(self, conversation_id: str | None = None) -> None:
-        """Raises ApiError (507)."""
+    async def _save(self, conversation_id: str | None = None) -> bool:
+        """Returns whether the conversation, if any, is there; raises ApiError (507)."""
         if self._keeper is None:
-            return
+            return True
         keeper, space = self._keeper, self.request.namespace
         name, parent = self._response["id"], self._response["previous_response_id"]
         kept = StoredResponse(name, dict(self._response), self._given.new, parent, self._given.session or name)
-        await keeper.storing.run(space, lambda: keeper.kept(store_of).save(space, kept, conversation_id))
+        save = partial(keeper.kept(store_of).save, space, kept, conversation_id)
+        return await keeper.storing.run(holder_of(space), save)
 
 
 ROUTES = (

@@ -50,12 +50,10 @@ class ToolSet:
     def with_found(self, found: "Sequence[ToolSet]") -> "ToolSet":
         """Adds found tools; a known one stays unchanged."""
         known = {tool["function"]["name"]: tool for tool in self.callable_tools}
-        num_known, by_name = len(known), dict(self.by_name)
-        for one in found:
-            for tool in one.shown:
-                known.setdefault(tool["function"]["name"], tool)
-            for name, client_tool in one.by_name.items():
-                by_name.setdefault(name, client_tool)
+        num_known = len(known)
+        for tool in (tool for one in found for tool in one.shown):
+            known.setdefault(tool["function"]["name"], tool)
+        by_name = {name: tool for one in (*reversed(found), self) for name, tool in one.by_name.items()}
         return ToolSet(self.shown, by_name, [*self.found, *list(known.values())[num_known:]])
 
 

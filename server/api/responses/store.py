@@ -21,7 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -46,8 +47,7 @@ Row: TypeAlias = tuple[str, bytes]
 """An item's id and JSON."""
 
 
-@dataclass(frozen=True)
-class StoredResponse:
+class StoredResponse(NamedTuple):
     """One response to be kept."""
 
     id: str
@@ -58,8 +58,7 @@ class StoredResponse:
     """The name of the chain."""
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """One response of a chain, with its items and without its body."""
 
     id: str
@@ -84,17 +83,12 @@ class StoredConversation:
         return ITEM_BYTES + len(json_text(self.metadata).encode())
 
 
-@dataclass(frozen=True)
-class PageWish:
+class PageWish(NamedTuple):
     """Which items of a list are wanted."""
 
     limit: int
     is_ascending: bool
     after: str | None = None
-
-    def lacking(self) -> ApiError:
-        """The error of an unknown `after`."""
-        return wrong("after", f"there is no item {(self.after or '')[:200]!r} here")
 
 
 class Page(NamedTuple):
@@ -119,39 +113,34 @@ def holder_of(namespace: str) -> str:
     return namespace.partition("/")[0]
 
 
-def num_on_page(sizes: Sequence[int], limit: int) -> int:
-    """How many items of these sizes make a page, at least one."""
-    totals = accumulate(sizes[:limit])
-    return sum(number == 0 or total <= MAX_PAGE_BYTES for number, total in enumerate(totals))
-
-
 class Held(NamedTuple):
     """What a chain or conversation takes of the store."""
 
     name: Any
     holder: str
     sizes: Sequence[int]
-    """Bytes, and responses; a conversation counts as one."""
+    """In the store bytes and responses; a conversation counts as one."""
 
 
-def choose_evictions(held: Sequence[Held], kept: Collection[Any], max_bytes: int) -> list[Any]:
-    """The names to be dropped of `held`, which is in order of use; raises ApiError (507) if `kept` cannot stay."""
+def choose_evictions(held: Sequence[Held], kept: Collection[Any], limits: Sequence[int]) -> list[Any] | None:
+    """The names to be dropped of `held`, which is in order of use; None if `kept` cannot stay.
+
+    Whoever has more than an equal share of a limit that is exceeded loses its own: there is always somebody.
+    """
     victims: dict[Any, None] = {}
-    for measure, limit in enumerate((max_bytes, MAX_RESPONSES)):
+    for measure, limit in enumerate(limits):
         left = [one for one in held if one.name not in victims]
         sums = Counter[str]()
         for one in left:
             sums[one.holder] += one.sizes[measure]
-        total, num_active = sums.total(), sum(map(bool, sums.values()))
+        total, num_active = sums.total(), len(+sums)
         for name, holder, sizes in left:
-            if total <= limit:
-                break
-            if name not in kept and (num_active == 1 or sums[holder] * num_active > limit):
+            if total > limit and name not in kept and sums[holder] * num_active > limit:
                 victims[name] = None
                 sums[holder] -= sizes[measure]
                 total, num_active = total - sizes[measure], num_active - (not sums[holder])
         if total > limit:
-            raise not_stored("it is larger than this key's share of the store")
+            return None
     return list(victims)
 
 
@@ -164,6 +153,8 @@ FILE_NAME: Final = "responses.sqlite3"
 MAX_DISK_BYTES: Final = 1 << 30
 RESERVE_BYTES: Final = 4 << 20
 _PAGES_PER_STEP: Final = 256
+_ROWS_PER_STEP: Final = 100
+"""Of items written at once: each step waits for Python's lock, while others wait for the store."""
 _MODE_ATTEMPTS: Final = 250
 _MODE_SECONDS: Final = 0.02
 _VERSION: Final = 2
@@ -172,7 +163,7 @@ _TABLES: Final = ("responses", "chains", "conversations", "conversation_items", 
 _SCHEMA: Final = """
 CREATE TABLE threads (
     thread INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, holder TEXT NOT NULL, kind TEXT NOT NULL,
-    name TEXT NOT NULL, used INTEGER NOT NULL, num_bytes INTEGER NOT NULL, number INTEGER NOT NULL,
+    name TEXT NOT NULL, used INTEGER DEFAULT 0, num_bytes INTEGER DEFAULT 0, number INTEGER DEFAULT 0,
     created INTEGER, metadata TEXT, UNIQUE (namespace, kind, name)
 );
 CREATE INDEX threads_by_use ON threads (used);
@@ -214,6 +205,8 @@ _LISTED: Final[Mapping[Kind, str]] = {
 }
 _ITEMS_OF: Final = "FROM items WHERE thread = ? AND response = ?"
 _Database: TypeAlias = sqlite3.Connection
+_Owner: TypeAlias = Sequence[Any]
+"""Thread and response of items, and what else `_OWNER` says."""
 
 
 class ResponseStore:
@@ -224,13 +217,13 @@ class ResponseStore:
         self._path = path
         self._writing, self._own = threading.RLock(), threading.local()
         self._readers: list[_Database] = []
+        self._reserve = None if path is None else path.with_name(f"{path.name}-reserve")
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # The file holds conversations, so only its owner may read it; SQLite gives its other files the same mode.
             path.touch(0o600)
         self._writer = _prepared(path)
-        if path is not None:
-            self._keep_reserve()
+        self._keep_reserve()
 
     def close(self) -> None:
         """Ends all use."""
@@ -239,24 +232,30 @@ class ResponseStore:
             for database in (*self._readers, self._writer):
                 database.close()
 
-    def save(self, namespace: str, response: StoredResponse, conversation: str | None = None) -> None:
-        """Stores a response, also in an existing conversation, and marks its chain as used."""
+    def save(self, namespace: str, response: StoredResponse, conversation: str | None = None) -> bool:
+        """Stores a response, and adds its items to a conversation; returns whether that is there.
+
+        If it is not, the stored body names none.
+        """
         rows, body = rows_of([*response.input, *response.body["output"]]), json_text(response.body).encode()
-        num_bytes, status = ITEM_BYTES + len(body) + num_bytes_of(rows), str(response.body.get("status"))
+        status, num_bytes = str(response.body.get("status")), num_bytes_of(rows)
         with self._change() as database:
-            threads = [_thread(database, namespace, "response", response.session)]
-            _drop_response(database, _owner(database, namespace, "response", response.id))
-            row = (threads[0], namespace, response.id, response.parent, status, num_bytes, body)
+            joined = None if conversation is None else _owner(database, namespace, "conversation", conversation)
+            if is_lost := conversation is not None and joined is None:
+                body = json_text({**response.body, "conversation": None}).encode()
+            if (before := _owner(database, namespace, "response", response.id)) is not None:
+                _drop_response(database, before)
+            thread = _thread(database, namespace, "response", response.session)
+            row = (thread, namespace, response.id, response.parent, status, ITEM_BYTES + len(body) + num_bytes, body)
             columns = "thread, namespace, id, parent, status, num_bytes, body"
             inserted = database.execute(f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-            assert inserted.lastrowid is not None, "a row was inserted"
-            _add(database, threads[0], inserted.lastrowid, rows, len(response.input))
-            _grow(database, threads[0], num_bytes, 1)
-            if conversation is not None and (joined := _owner(database, namespace, "conversation", conversation)):
-                threads.append(joined[0])
+            _add(database, thread, inserted.lastrowid, rows, len(response.input))
+            _grow(database, thread, row[5], 1)
+            if joined:
                 _add(database, joined[0], 0, rows)
-                _grow(database, joined[0], num_bytes_of(rows))
-            self._evict(database, threads)
+                _grow(database, joined[0], num_bytes)
+            self._evict(database, [thread, *(joined or ())[:1]])
+        return not is_lost
 
     def chain(self, namespace: str, response_id: str) -> list[Link]:
         """A response and those before it, oldest first, if stored; the first one has a parent if that was deleted.
@@ -267,8 +266,7 @@ class ResponseStore:
         with self._reading() as database:
             found = database.execute(_LINKS, asked).fetchall()
             texts = [_texts(database, *row[:2]) for row in found]
-        read = [list(map(json.loads, own)) for own in texts]
-        return [Link(*link, items) for (_, _, *link), items in zip(found, read, strict=True)]  # type: ignore[call-arg]
+        return [Link._make((*row[2:], list(map(json.loads, own)))) for row, own in zip(found, texts, strict=True)]
 
     def find(self, namespace: str, response_id: str) -> tuple[str, bytes] | None:
         """A response's status and body."""
@@ -279,20 +277,13 @@ class ResponseStore:
 
     def delete(self, namespace: str, response_id: str) -> bool:
         """Forgets a response; returns whether it was there. Responses that continue it lose their beginning."""
-
-        def forget(database: _Database) -> bool:
-            found = _owner(database, namespace, "response", response_id)
-            _drop_response(database, found)
-            database.execute("DELETE FROM threads WHERE kind = 'response' AND number = 0")
-            return found is not None
-
-        return self._forget(forget)
+        return self._forget(namespace, "response", response_id, _drop_response)
 
     def put_conversation(self, namespace: str, conversation: StoredConversation, items: Sequence[Item] = ()) -> None:
         """Stores a conversation, or new metadata for it; adds items with ids."""
         rows = rows_of(items)
         with self._change() as database:
-            before = _conversation(database, namespace, conversation.id)
+            before = self.find_conversation(namespace, conversation.id)
             thread = _thread(database, namespace, "conversation", conversation.id)
             changed = (conversation.created_at, json_text(conversation.metadata), thread)
             database.execute("UPDATE threads SET created = ?, metadata = ? WHERE thread = ?", changed)
@@ -304,18 +295,12 @@ class ResponseStore:
     def find_conversation(self, namespace: str, conversation_id: str) -> StoredConversation | None:
         """A conversation."""
         with self._reading() as database:
-            return _conversation(database, namespace, conversation_id)
+            found = _owner(database, namespace, "conversation", conversation_id)
+        return None if found is None else StoredConversation(conversation_id, found[2], json.loads(found[3]))
 
     def delete_conversation(self, namespace: str, conversation_id: str) -> bool:
         """Forgets a conversation; returns whether it was there."""
-
-        def forget(database: _Database) -> bool:
-            found = _owner(database, namespace, "conversation", conversation_id)
-            if found is not None:
-                _drop(database, found[0])
-            return found is not None
-
-        return self._forget(forget)
+        return self._forget(namespace, "conversation", conversation_id, _drop)
 
     def items(self, namespace: str, conversation_id: str) -> list[Item] | None:
         """A conversation's items in order; None without the conversation. Raises what `spend` raises."""
@@ -333,18 +318,9 @@ class ResponseStore:
 
     def delete_item(self, namespace: str, item_id: str, conversation_id: str) -> bool:
         """Removes an item; returns whether it was there."""
+        return self._forget(namespace, "conversation", conversation_id, partial(_drop_item, item_id))
 
-        def forget(database: _Database) -> bool:
-            found = _owner(database, namespace, "conversation", conversation_id)
-            place = (found[0] if found is not None else 0, 0, item_id)
-            rows = database.execute(f"SELECT id, item {_ITEMS_OF} AND id = ?", place).fetchall()
-            database.execute(f"DELETE {_ITEMS_OF} AND id = ?", place)
-            _grow(database, place[0], -num_bytes_of(rows))
-            return bool(rows)
-
-        return self._forget(forget)
-
-    def find_item(self, namespace: str, kind: Kind, name: str, item_id: str) -> bytes | None:
+    def find_item(self, namespace: str, item_id: str, kind: Kind, name: str) -> bytes | None:
         """An item of a response or conversation."""
         with self._reading() as database:
             place = _owner(database, namespace, kind, name) or (0, 0)
@@ -352,7 +328,7 @@ class ResponseStore:
             found = database.execute(statement, (*place[:2], item_id)).fetchone()
         return None if found is None else bytes(found[0])
 
-    def page(self, namespace: str, kind: Kind, name: str, wish: PageWish) -> Page | None:
+    def page(self, namespace: str, name: str, kind: Kind, wish: PageWish) -> Page | None:
         """Items of a conversation, or those before a response; raises ApiError (400)."""
         order, sign = ("ASC", ">") if wish.is_ascending else ("DESC", "<")
         listed, in_order = _LISTED[kind], f"ORDER BY age {order}, place {order}"
@@ -363,16 +339,18 @@ class ResponseStore:
             if wish.after:
                 first = f"{listed} SELECT age, place FROM listed WHERE id = :after {in_order} LIMIT 1"
                 if (found := database.execute(first, asked).fetchone()) is None:
-                    raise wish.lacking()
+                    raise wrong("after", f"there is no item {wish.after[:200]!r} here")
                 asked["age"], asked["place"] = found
             behind = f"WHERE (age, place) {sign} (:age, :place)" if wish.after else ""
-            statement = f"{listed} SELECT place, id FROM listed {behind} {in_order} LIMIT {wish.limit + 1}"
-            places = database.execute(statement, asked).fetchall()
-            measured = "SELECT LENGTH(item) FROM items WHERE place = ?"
-            sizes = [database.execute(measured, (place,)).fetchone()[0] for place, _ in places]
-            taken = places[: num_on_page(sizes, wish.limit)]
-            read = "SELECT id, item FROM items WHERE place = ?"
-            return Page([database.execute(read, (place,)).fetchone() for place, _ in taken], len(taken) < len(places))
+            statement = f"{listed} SELECT place FROM listed {behind} {in_order} LIMIT {wish.limit + 1}"
+            places, rows, num_bytes = database.execute(statement, asked).fetchall(), list[Row](), 0
+            for place in places[: wish.limit]:
+                row = database.execute("SELECT id, item FROM items WHERE place = ?", place).fetchone()
+                num_bytes += len(row[1])
+                if rows and num_bytes > MAX_PAGE_BYTES:
+                    break
+                rows.append(row)
+            return Page(rows, len(rows) < len(places))
 
     # ---------------------------------------------------------------------------------------------- transactions
 
@@ -386,7 +364,6 @@ class ResponseStore:
         database: _Database | None = getattr(self._own, "database", None)
         if database is None:
             database = self._own.database = _connected(self._path)
-            _write_ahead(database)
             self._readers.append(database)
         database.execute("BEGIN")
         try:
@@ -400,8 +377,10 @@ class ResponseStore:
         if num_bytes > max_bytes or number > MAX_RESPONSES:
             rows = database.execute("SELECT thread, holder, num_bytes, number FROM threads ORDER BY used").fetchall()
             held = [Held(thread, holder, sizes) for thread, holder, *sizes in rows]
-            for thread in choose_evictions(held, kept, max_bytes):
-                _drop(database, thread)
+            if (victims := choose_evictions(held, kept, (max_bytes, MAX_RESPONSES))) is None:
+                raise not_stored("it is larger than this key's share of the store")
+            for thread in victims:
+                _drop(database, (thread,))
 
     @contextmanager
     def _change(self) -> Iterator[_Database]:
@@ -415,16 +394,19 @@ class ResponseStore:
                 self._empty_log()  # which gives back what the attempt has written
                 raise not_stored(f"the file of responses cannot be written ({error})") from error
 
-    def _forget(self, work: Callable[[_Database], bool]) -> bool:
-        """Runs a deletion, also on a full disk; empties the log unless another server reads it."""
-        try:
+    def _forget(self, namespace: str, kind: Kind, name: str, drop: Callable[[_Database, _Owner], bool]) -> bool:
+        """Whether something was dropped, also on a full disk; empties the log unless another server reads it."""
+
+        def work() -> bool:
             with self._change() as database:
-                is_found = work(database)
+                found = _owner(database, namespace, kind, name)
+                return found is not None and drop(database, found)
+
+        try:
+            is_found = work()
         except ApiError:
-            if self._path is None:
-                raise
-            with self._without_reserve(), self._change() as database:
-                is_found = work(database)
+            with self._without_reserve():
+                is_found = work()
         self._empty_log()
         return is_found
 
@@ -438,6 +420,7 @@ class ResponseStore:
     @contextmanager
     def _without_reserve(self) -> Iterator[None]:
         """In the block, deletions take little space; then free pages are given back to the disk."""
+        assert self._reserve is not None, "memory is no disk"
         with self._writing:
             self._reserve.unlink(missing_ok=True)
             self._writer.execute("PRAGMA secure_delete = OFF")
@@ -450,24 +433,19 @@ class ResponseStore:
                 self._keep_reserve()
 
     def _give_back(self) -> None:
-        free = "PRAGMA freelist_count"
-        num_free, num_before = self._writer.execute(free).fetchone()[0], -1
-        while num_free not in (0, num_before):
+        num_before = None
+        while (num_free := self._writer.execute("PRAGMA freelist_count").fetchone()) not in ((0,), num_before):
             self._empty_log()
             self._writer.execute(f"PRAGMA incremental_vacuum({_PAGES_PER_STEP})").fetchall()
-            num_free, num_before = self._writer.execute(free).fetchone()[0], num_free
+            num_before = num_free
         self._empty_log()
 
-    @property
-    def _reserve(self) -> Path:
-        assert self._path is not None, "memory needs none"
-        return self._path.with_name(f"{self._path.name}-reserve")
-
     def _keep_reserve(self) -> None:
-        with suppress(OSError):
-            self._reserve.touch(0o600)
-            if self._reserve.stat().st_size < RESERVE_BYTES:
-                self._reserve.write_bytes(os.urandom(RESERVE_BYTES))  # zeros take no space on some disks
+        if self._reserve is not None:
+            with suppress(OSError):
+                self._reserve.touch(0o600)
+                if self._reserve.stat().st_size < RESERVE_BYTES:
+                    self._reserve.write_bytes(os.urandom(RESERVE_BYTES))  # zeros take no space on some disks
 
 
 def store_of(config: ServerConfig) -> ResponseStore:
@@ -482,15 +460,9 @@ def store_of(config: ServerConfig) -> ResponseStore:
         return ResponseStore()
 
 
-def _owner(database: _Database, namespace: str, kind: Kind, name: str) -> tuple[int, int, Any, Any] | None:
-    """Thread and response of items, and what else `_OWNER` says."""
-    found: tuple[int, int, Any, Any] | None = database.execute(_OWNER[kind], (namespace, name)).fetchone()
+def _owner(database: _Database, namespace: str, kind: Kind, name: str) -> _Owner | None:
+    found: _Owner | None = database.execute(_OWNER[kind], (namespace, name)).fetchone()
     return found
-
-
-def _conversation(database: _Database, namespace: str, name: str) -> StoredConversation | None:
-    found = _owner(database, namespace, "conversation", name)
-    return None if found is None else StoredConversation(name, found[2], json.loads(found[3]))
 
 
 def _texts(database: _Database, thread: int, response: int) -> list[bytes]:
@@ -504,17 +476,19 @@ def _texts(database: _Database, thread: int, response: int) -> list[bytes]:
 
 def _thread(database: _Database, namespace: str, kind: Kind, name: str) -> int:
     """A new or known thread."""
-    row = (namespace, holder_of(namespace), kind, name)
-    columns = "namespace, holder, kind, name, used, num_bytes, number"
-    database.execute(f"INSERT OR IGNORE INTO threads ({columns}) VALUES (?, ?, ?, ?, 0, 0, 0)", row)
-    statement = "SELECT thread FROM threads WHERE namespace = ? AND kind = ? AND name = ?"
-    return int(database.execute(statement, (namespace, kind, name)).fetchone()[0])
+    row, columns = (namespace, holder_of(namespace), kind, name), "namespace, holder, kind, name"
+    known = "ON CONFLICT DO UPDATE SET used = used RETURNING thread"
+    ((thread,),) = database.execute(f"INSERT INTO threads ({columns}) VALUES (?, ?, ?, ?) {known}", row).fetchall()
+    return int(thread)
 
 
-def _add(database: _Database, thread: int, response: int, rows: Sequence[Row], num_input: int = 0) -> None:
-    told = [(thread, response, at >= num_input, item_id, text) for at, (item_id, text) in enumerate(rows)]
-    columns = "thread, response, is_output, id, item"
-    database.executemany(f"INSERT INTO items ({columns}) VALUES (?, ?, ?, ?, ?)", told)
+def _add(database: _Database, thread: int, response: int | None, rows: Sequence[Row], num_input: int = 0) -> None:
+    for start in range(0, len(rows), _ROWS_PER_STEP):
+        part = rows[start : start + _ROWS_PER_STEP]
+        told = ((thread, response, at >= num_input, *row) for at, row in enumerate(part, start))
+        places = ", ".join(["(?, ?, ?, ?, ?)"] * len(part))
+        columns = "thread, response, is_output, id, item"
+        database.execute(f"INSERT INTO items ({columns}) VALUES {places}", [*chain.from_iterable(told)])
 
 
 def _grow(database: _Database, thread: int, num_bytes: int, number: int = 0) -> None:
@@ -523,16 +497,27 @@ def _grow(database: _Database, thread: int, num_bytes: int, number: int = 0) -> 
     database.execute(f"UPDATE threads SET {changes} WHERE thread = ?", (num_bytes, number, thread))
 
 
-def _drop_response(database: _Database, owner: tuple[int, int, Any, Any] | None) -> None:
-    if owner is not None:
-        database.execute(f"DELETE {_ITEMS_OF}", owner[:2])
-        database.execute("DELETE FROM responses WHERE response = ?", owner[1:2])
-        _grow(database, owner[0], -owner[2], -1)
+def _drop_response(database: _Database, owner: _Owner) -> bool:
+    thread, response, num_bytes = owner
+    database.execute(f"DELETE {_ITEMS_OF}", (thread, response))
+    database.execute("DELETE FROM responses WHERE response = ?", (response,))
+    _grow(database, thread, -num_bytes, -1)
+    database.execute("DELETE FROM threads WHERE thread = ? AND number = 0", (thread,))
+    return True
 
 
-def _drop(database: _Database, thread: int) -> None:
+def _drop_item(item_id: str, database: _Database, owner: _Owner) -> bool:
+    place = (*owner[:2], item_id)
+    rows = database.execute(f"SELECT id, item {_ITEMS_OF} AND id = ?", place).fetchall()
+    database.execute(f"DELETE {_ITEMS_OF} AND id = ?", place)
+    _grow(database, owner[0], -num_bytes_of(rows))
+    return bool(rows)
+
+
+def _drop(database: _Database, owner: _Owner) -> bool:
     for table in ("items", "responses", "threads"):
-        database.execute(f"DELETE FROM {table} WHERE thread = ?", (thread,))
+        database.execute(f"DELETE FROM {table} WHERE thread = ?", owner[:1])
+    return True
 
 
 def _connected(path: Path | None) -> _Database:

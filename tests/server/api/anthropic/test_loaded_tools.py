@@ -1,8 +1,8 @@
 """Tools that are loaded when they are needed: what the model is shown of them, where, and what it may call."""
 
-import asyncio
 import itertools
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -393,15 +393,15 @@ def test_a_search_that_fails_is_told_to_the_model_and_the_client(answers: Any) -
 
 
 def test_a_search_keeps_no_other_request_waiting(answers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loops: list[bool] = []
+    names: list[str] = []
 
     def find(*given: Any) -> list[str]:
-        loops.append(asyncio._get_running_loop() is not None)
+        names.append(threading.current_thread().name)
         return find_tools(*given)
 
     monkeypatch.setattr(messages_module, "find_tools", find)
     answers(searching(REGEX, "weather"), Script(("Sunny.",)), tools=[REGEX_TOOL, *MANY])
-    assert loops == [False]
+    assert [name.partition("_")[0] for name in names] == ["search"], "no planning thread either"
 
 
 def test_parts_have_as_many_tokens_as_the_request_allows_together(answers: Any) -> None:

@@ -3,13 +3,16 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from server.api.errors import ApiError
 from server.api.responses import create
 from server.api.responses.conversation import UNFINISHED
 from server.api.responses.store import FILE_NAME, ResponseStore, StoredResponse
@@ -197,7 +200,7 @@ def test_each_namespace_has_so_many_at_once(
 ) -> None:
     monkeypatch.setattr(create, "MAX_RUNNING", 2)
     engine.script = ENDLESS
-    first, _ = begin(client), begin(client)
+    first, _ = begin(client), begin(client, extra_body={"cache_salt": "mine"})
     with pytest.raises(openai.RateLimitError, match="2 responses are made in the background") as caught:
         begin(client)
     assert caught.value.response.headers["retry-after"] == "5"
@@ -220,6 +223,43 @@ def test_events_are_bounded_in_bytes_and_runs_in_number(
     with pytest.raises(openai.BadRequestError, match="events are kept"):
         client.responses.retrieve(names[0], stream=True)
     assert client.responses.retrieve(names[0]).status == "completed"
+
+
+class Runs(create.BackgroundRuns):
+    """Runs without answers."""
+
+    def begin(
+        self, namespace: str, name: str, *, has_ended: bool = False, num_events: int = 0
+    ) -> create.BackgroundRun:
+        response: Any = SimpleNamespace(request=SimpleNamespace(namespace=namespace, request_id=name), now=dict)
+        answer: Any = SimpleNamespace(progress="", is_refused=False)
+        run = self.add(response, answer, ExitStack())
+        run.has_ended = has_ended
+        for _ in range(num_events):
+            run.events.append(b"0123456789")
+            run.num_bytes += 10
+            self.note_bytes(10)
+        return run
+
+
+def test_a_key_over_its_share_of_runs_loses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(create, "MAX_RUNS", 4)
+    monkeypatch.setattr(create, "MAX_EVENT_BYTES", 100)
+    runs = Runs(ServerConfig())
+    runs.begin("one", "a", has_ended=True, num_events=3)
+    for name in "bcde":
+        runs.begin(f"two/{name}", name, has_ended=True, num_events=4)
+    assert [runs.find(f"two/{name}", name) is not None for name in "bcde"] == [False, True, True, True]
+    kept = runs.find("one", "a")
+    assert kept is not None and len(kept.events) == 3, "within its share of bytes, and of runs"
+
+
+def test_a_key_that_comes_later_finds_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(create, "MAX_RUNS", 4)
+    runs = Runs(ServerConfig())
+    for namespace, is_taken in (("one", True), ("one/x", True), ("one", False), ("two", True), ("three", True)):
+        with nullcontext() if is_taken else pytest.raises(ApiError, match="made in the background"):
+            runs.begin(namespace, str(len(runs._runs)))
 
 
 def test_a_response_takes_so_long_and_no_longer(

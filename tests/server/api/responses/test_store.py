@@ -1,5 +1,6 @@
 """What is stored survives a restart, stays within its limits, and is seen by its namespace only."""
 
+import gzip
 import json
 import os
 import resource
@@ -7,6 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from starlette.testclient import TestClient
 from models.errors import InvalidParameter
 from models.prompt import tokenize
 from models.prompt.tokenize import Abandoned, abandoned_when
+from server.api import wire
 from server.api.errors import ApiError, Code
 from server.api.responses import store as store_module
 from server.api.responses.store import (
@@ -91,7 +94,7 @@ def test_a_response_that_is_saved_again_replaces_itself(make: Make) -> None:
 
 
 def seen(store: ResponseStore, kind: Any, name: str, *wish: Any) -> tuple[list[str], bool]:
-    page = store.page("n", kind, name, PageWish(*wish))
+    page = store.page("n", name, kind, PageWish(*wish))
     assert page is not None and all(json.loads(text)["id"] == item_id for item_id, text in page.rows)
     return [item_id for item_id, _ in page.rows], page.has_more
 
@@ -107,12 +110,12 @@ def test_items_are_read_page_by_page(make: Make, monkeypatch: pytest.MonkeyPatch
     assert seen(store, "response", "a2", 2, False, "in_a1") == (["msg_a0", "in_a0"], False)
     assert seen(store, "response", "a2", 9, True, "in_a2") == ([], False)
     with pytest.raises(ApiError, match="no item"):
-        store.page("n", "response", "a2", PageWish(2, True, "msg_a2"))
-    assert store.page("n", "response", "b", PageWish(2, True)) is None
+        store.page("n", "a2", "response", PageWish(2, True, "msg_a2"))
+    assert store.page("n", "b", "response", PageWish(2, True)) is None
     store.put_conversation("n", StoredConversation("c", 1, {}), [{"id": "x"}, {"id": "y"}, {"id": "x"}])
     assert seen(store, "conversation", "c", 2, False) == (["x", "y"], True)
     assert seen(store, "conversation", "c", 2, False, "y") == (["x"], False)
-    assert store.page("n", "conversation", "a", PageWish(2, True)) is None, "a chain is no conversation"
+    assert store.page("n", "a", "conversation", PageWish(2, True)) is None, "a chain is no conversation"
     monkeypatch.setattr(store_module, "MAX_PAGE_BYTES", 80)
     assert seen(store, "conversation", "c", 3, True) == (["x", "y", "x"], False)
     store.put_conversation("n", StoredConversation("d", 1, {}), [{"id": str(n), "text": "x" * 60} for n in range(3)])
@@ -123,12 +126,12 @@ def test_an_item_is_found_by_its_owner(make: Make) -> None:
     store = make()
     store.save("n", response("a1"))
     store.put_conversation("n", StoredConversation("c", 1, {}), [{"id": "x", "n": 1}, {"id": "x", "n": 2}])
-    assert json.loads(store.find_item("n", "response", "a1", "msg_a1") or b"0") == response("a1").body["output"][0]
-    assert json.loads(store.find_item("n", "conversation", "c", "x") or b"0") == {"id": "x", "n": 1}
+    assert json.loads(store.find_item("n", "msg_a1", "response", "a1") or b"0") == response("a1").body["output"][0]
+    assert json.loads(store.find_item("n", "x", "conversation", "c") or b"0") == {"id": "x", "n": 1}
     for place in (
-        ("o", "response", "a1", "msg_a1"),
-        ("n", "response", "a1", "x"),
-        ("n", "conversation", "a", "msg_a1"),
+        ("o", "msg_a1", "response", "a1"),
+        ("n", "x", "response", "a1"),
+        ("n", "msg_a1", "conversation", "a"),
     ):
         assert store.find_item(*place) is None
     assert store.delete_item("n", "x", "c") and not store.delete_item("n", "x", "c") and store.items("n", "c") == []
@@ -137,8 +140,11 @@ def test_an_item_is_found_by_its_owner(make: Make) -> None:
 def test_a_conversation_gets_a_responses_items(make: Make) -> None:
     store = make()
     store.put_conversation("n", StoredConversation("c", 1, {"a": "b"}), [{"id": "x"}])
-    store.save("n", response("a1"), "c")
-    store.save("n", response("a2"), "none")
+    for name, conversation, kept in (("a1", "c", "c"), ("a2", "gone", None)):
+        one = response(name)
+        one.body["conversation"] = conversation
+        assert store.save("n", one, conversation) is (kept is not None)
+        assert json.loads((store.find("n", name) or ("", b"{}"))[1])["conversation"] == kept
     assert [item["id"] for item in store.items("n", "c") or ()] == ["x", "in_a1", "msg_a1"]
     assert store.find_conversation("n", "c") == StoredConversation("c", 1, {"a": "b"})
     assert store.delete_conversation("n", "c") and store.items("n", "c") is None and store.find("n", "a1") is not None
@@ -209,9 +215,8 @@ def test_what_does_not_fit_is_refused_and_costs_nothing(make: Make, limit: Calla
 
 def test_whoever_is_over_its_share_goes_whatever_is_measured() -> None:
     held = [Held("old", "a", (10, 1)), Held("many", "b", (1, store_module.MAX_RESPONSES)), Held("new", "a", (80, 1))]
-    assert choose_evictions(held, ["new"], 100) == ["many"]
-    with pytest.raises(ApiError, match="larger than this key's share"):
-        choose_evictions(held, ["many"], 200)
+    assert choose_evictions(held, ["new"], (100, store_module.MAX_RESPONSES)) == ["many"]
+    assert choose_evictions(held, ["many"], (200, store_module.MAX_RESPONSES)) is None
 
 
 # ------------------------------------------------------------------------------------------------------ planning
@@ -370,7 +375,7 @@ def test_a_full_disk_is_told_in_words(tmp_path: Path) -> None:
     store.save("n", response("a"))
     store._empty_log()
     with files_end_at(1 << 20):
-        attempts: list[Callable[[], None]] = [
+        attempts: list[Callable[[], object]] = [
             lambda: store.save("n", response("c", text="x" * 2_000_000)),
             lambda: store.put_conversation("n", StoredConversation("c", 1, {"k": "x" * 2_000_000})),
         ]
@@ -441,6 +446,61 @@ def test_an_answer_that_cannot_be_kept_says_so(client: TestClient, caplog: pytes
 def test_a_response_in_the_background_is_not_begun_if_it_cannot_be_kept(client: TestClient) -> None:
     told = client.post("/v1/responses", json={"input": "Hi", "background": True}).json()
     assert (told["status"], told["error"]["message"], told["store"]) == ("failed", "disk full", False)
+
+
+def test_a_response_whose_conversation_was_deleted_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = TestClient(create_app(FakeEngine(), fake_model(), ServerConfig()))
+    name = client.post("/v1/conversations", json={}).json()["id"]
+    wish, save = {"input": "Hi", "conversation": name}, ResponseStore.save
+    assert client.post("/v1/responses", json=wish).json()["conversation"] == {"id": name}
+
+    def late(store: ResponseStore, namespace: str, *kept: Any) -> bool:
+        store.delete_conversation(namespace, name)
+        return save(store, namespace, *kept)
+
+    monkeypatch.setattr(ResponseStore, "save", late)
+    told = client.post("/v1/responses", json=wish).json()
+    assert (told["status"], told["store"], told["conversation"]) == ("completed", True, None)
+    assert client.get(f"/v1/responses/{told['id']}").json()["conversation"] is None
+
+
+# ------------------------------------------------------------------------------------------------------ threads
+
+
+def test_each_kind_of_work_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, set[str]] = {}
+
+    def note(owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+
+        def noted(*args: Any, **fields: Any) -> Any:
+            seen.setdefault(name, set()).add(threading.current_thread().name.partition("_")[0])
+            return work(*args, **fields)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("save", "find", "page", "delete", "put_conversation", "delete_conversation"):
+        note(ResponseStore, name)
+    note(wire, "expand")
+    app = create_app(FakeEngine(), fake_model(), ServerConfig())
+    client, clients, take = TestClient(app), list[str](), app.state.api.storing.take
+
+    async def taken(who: str) -> None:
+        clients.append(who)
+        await take(who)
+
+    monkeypatch.setattr(app.state.api.storing, "take", taken)
+    for salt in "ab":
+        path = f"/v1/responses/{client.post('/v1/responses', json={'input': 'Hi', 'cache_salt': salt}).json()['id']}"
+    assert len(clients) == 2 and len({*clients}) == 1, "a key's salts have one turn"
+    for ask in (client.get, client.delete):
+        ask(f"{path}?cache_salt=b").raise_for_status()
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    told = client.post("/v1/conversations", content=gzip.compress(b"{}"), headers=headers).json()
+    client.get(f"/v1/conversations/{told['id']}/items").raise_for_status()
+    client.delete(f"/v1/conversations/{told['id']}").raise_for_status()
+    kinds = {name: {"store"} for name in ("save", "delete", "put_conversation", "delete_conversation")}
+    assert seen == {**kinds, "find": {"read"}, "page": {"read"}, "expand": {"expand"}}
 
 
 # ------------------------------------------------------------------------------------------------------ what repeats
