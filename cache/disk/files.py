@@ -42,7 +42,7 @@ class FileSystem:
     """What the tier asks of the system. Any call may raise OSError. Any thread."""
 
     num_writes = 0
-    """Blocks written so far: a sign of progress."""
+    """Blocks that this process has written: a sign of progress."""
 
     def make_folder(self, path: Path) -> None:
         """Creates a missing folder that only its owner can enter."""
@@ -161,7 +161,7 @@ def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], meta
             for start in range(0, len(tensor.rows), tensor.block_rows):
                 block = np.ascontiguousarray(tensor.rows[start : start + tensor.block_rows])
                 file.write(block.data)
-                files.num_writes += 1
+                FileSystem.num_writes += 1
                 checksums += _checksum(block.data)
                 num_bytes += block.nbytes
         file.write(checksums)

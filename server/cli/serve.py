@@ -245,7 +245,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
             app, limits = create_pool_app(pool, config, keys=keys), Limits(config.client_seconds, max_connections)
             http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
             report = partial(_show_banner, console, service, config, around)
-            server = _Server(http_config, pool, config.drain_seconds, report, watchdog.end)
+            server = _Server(http_config, pool, config.drain_seconds, report)
             hangs.engines = lambda: pool.watched
             watchdog.take_ctrl_c()
             asyncio.run(_serve(server, config, listeners, watchdog, _make_upkeep(server, config, claim)))
@@ -412,18 +412,11 @@ class _Server(uvicorn.Server):
 
     config: HttpConfig
 
-    def __init__(
-        self,
-        config: HttpConfig,
-        pool: ModelPool,
-        drain_seconds: float,
-        report: Callable[[], None],
-        tell_end: Callable[[], None],
-    ) -> None:
-        """`report` is called once requests can come, `tell_end` at each step towards the end."""
+    def __init__(self, config: HttpConfig, pool: ModelPool, drain_seconds: float, report: Callable[[], None]) -> None:
+        """`report` is called once requests can come."""
         super().__init__(config)
         self.app, self.pool = cast(Starlette, config.app), pool
-        self._drain_seconds, self._report, self._tell_end = drain_seconds, report, tell_end
+        self._drain_seconds, self._report = drain_seconds, report
         self.draining: asyncio.Task[None] | None = None
         self.status = 0
 
@@ -447,7 +440,7 @@ class _Server(uvicorn.Server):
                 "the engine of a model has ended by itself, so the server ends: it is to be started again"
             )
             self.status = 1
-            self.signalled()
+            signal.raise_signal(signal.SIGTERM)
 
     def signalled(self) -> None:
         num_running = self.pool.num_running
@@ -456,19 +449,15 @@ class _Server(uvicorn.Server):
             logging.shutdown()
             # The worker may be inside a step, and an interpreter that ends around it would abort noisily.
             os._exit(130)
-        self._tell_end()
         start_draining(self.app)
         self.draining = asyncio.get_running_loop().create_task(self._drain(num_running))
 
     async def _drain(self, num_running: int) -> None:
         if num_running:
             logger.info("stopping: %d running, up to %g s to finish", num_running, self._drain_seconds)
-        if await self.pool.drain(self._drain_seconds):
-            self._tell_end()
-        else:
+        if not await self.pool.drain(self._drain_seconds):
             logger.warning("stopping: what still runs ends now")
         await asyncio.to_thread(self.pool.stop)
-        self._tell_end()
         self.should_exit = True
 
 
@@ -486,8 +475,12 @@ async def _serve(
 ) -> None:
     server.pool.watch()
     loop, state = asyncio.get_running_loop(), server.app.state.api
-    watchdog.hangs.post = loop.call_soon_threadsafe
-    watchdog.on_signal = partial(loop.call_soon_threadsafe, server.signalled)
+
+    def post(act: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(act)
+
+    watchdog.hangs.post, watchdog.on_signal = post, partial(post, server.signalled)
     if config.api_keys_file is not None:
         loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, server.app, config))
     rounds = loop.create_task(upkeep.run())

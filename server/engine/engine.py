@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,6 @@ import numpy as np
 
 from cache.budget import Journal, Tell
 from cache.disk import model_folders
-from cache.disk.files import FileSystem
 from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
 from cache.layers.layout import CHUNK_TOKENS
@@ -57,8 +56,6 @@ logger = logging.getLogger(__name__)
 
 
 CALIBRATION_TOKENS = 8
-MAX_CALIBRATIONS = 5
-CALIBRATION_SECONDS = 0.5
 EXPECTED_TOKENS = 512
 """Output that live buffers are sized for."""
 MAX_IN_FLIGHT_BYTES = 1 << 30
@@ -109,18 +106,16 @@ class Engine:
     """
 
     pulse = 0
-    """Counts up as the worker begins and ends something: odd while it works. Any thread may read it."""
+    """Counts up as the worker begins and ends a wait for messages: odd while it works. Any thread may read it."""
     start_seconds = 0.0
     """What no step takes, by the start: the trial, which may compile kernels, and two chunks."""
     stuck_seconds: float | None = None
     """How long one step has lasted, where that is a hang. Whoever sets it then calls `fail_waiting`."""
     num_stuck = 0
 
-    def __init__(
-        self, make_worker: Callable[[], Worker], config: EngineConfig, files: FileSystem | None = None
-    ) -> None:
+    def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig) -> None:
         """`make_worker` runs on the worker thread, which owns all that is made on the device."""
-        self._make_worker, self._config, self._files = make_worker, config, files or FileSystem()
+        self._make_worker, self._config = make_worker, config
         self._parks = False
         self._kept: EngineState | None = None
         self._messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
@@ -151,7 +146,6 @@ class Engine:
             logger.warning("the files of %s have changed: its conversations begin anew", loaded.name)
             kept.prefix_cache.clear()
             kept = None
-        files = FileSystem()
 
         def make_worker() -> Worker:
             runner = Runner(
@@ -164,7 +158,7 @@ class Engine:
             )
             if loaded.no_draft:
                 runner.drafts_form += f"; {loaded.no_draft}"
-            state = _state_of(runner, config, loaded, kept, files)
+            state = _state_of(runner, config, loaded, kept)
             token_seconds = _calibrate(runner, state.prefix_cache)
             give_back()  # buffers left by reading the weights and trying the model
             worker = Worker(
@@ -180,10 +174,10 @@ class Engine:
             )
             if runner.overlaps:
                 worker.use_long_chunks()
-            worker.chunk_seconds = token_seconds * worker.max_chunk_tokens
+            worker.token_seconds = token_seconds
             return worker
 
-        return cls(make_worker, config, files)
+        return cls(make_worker, config)
 
     # ---------------------------------------------------------------------------------------------- lifecycle
 
@@ -196,11 +190,6 @@ class Engine:
         self._thread.start()
         self._started.result()
         self._is_accepting = True
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Changes as anything is evaluated or written. For any thread."""
-        return self.pulse, self._files.num_writes
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Takes no more requests; returns whether the running ones ended in time."""
@@ -388,7 +377,7 @@ class Engine:
         except BaseException as error:  # handed to `start`, which raises it where somebody can answer
             self._started.set_exception(error)
             return
-        self._is_open = True
+        self._is_open, self.pulse = True, 1
         self._started.set_result(None)
         try:
             while self._handle_messages(worker):
@@ -400,11 +389,11 @@ class Engine:
             logger.critical("%s: %s", error, error.__cause__)
         finally:
             try:
-                with self._working():
-                    worker.stop(parks=self._parks)
+                worker.stop(parks=self._parks)
                 if self._parks:
                     self._kept = worker.state
             finally:
+                self.pulse += 1
                 self._is_accepting = False
                 self._journal.tell = None
                 self._refuse_the_rest()
@@ -416,18 +405,9 @@ class Engine:
             if (message := self._messages.get_nowait()) is not None:
                 message.refuse(EngineStopped("the server is shutting down"))
 
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        self.pulse += 1
-        try:
-            yield
-        finally:
-            self.pulse += 1
-
     def _guard(self, worker: Worker, act: Callable[[], None]) -> None:
         try:
-            with self._working():
-                act()
+            act()
         except DeviceLost:
             raise
         except Exception as error:  # a bug of ours: every request begins anew, or fails the second time
@@ -449,13 +429,13 @@ class Engine:
         """Returns None for the end. Raises queue.Empty where no message waits and requests have work."""
         if worker.has_work:
             self._idle_work_at = time.monotonic() + QUIET_SECONDS
-            return self._messages.get(timeout=0)
+            return self._receive(0)
         # No step follows the cancel of the last request, nor a command.
         self._stats = worker.stats()
         if self._idle_work_at is None:
-            return self._messages.get()
+            return self._receive()
         try:
-            return self._messages.get(timeout=max(0.0, self._idle_work_at - time.monotonic()))
+            return self._receive(max(0.0, self._idle_work_at - time.monotonic()))
         except queue.Empty:
             return self._work_idly(worker)
 
@@ -465,21 +445,23 @@ class Engine:
         Commands end no idle work: a client that polls the cache must not keep state off the disk.
         """
         try:
-            pieces = worker.prefix_cache.save()
-            while self._has_saved(pieces):
+            for _ in worker.prefix_cache.save():
                 with contextlib.suppress(queue.Empty):
-                    return self._messages.get(timeout=IDLE_PAUSE_SECONDS)
+                    return self._receive(IDLE_PAUSE_SECONDS)
         except Exception:  # a bug of ours; nobody waits for this work
             logger.exception("the engine failed while it was idle")
-        with self._working():
-            give_back()
+        give_back()
         self._idle_work_at = None
         self._stats = worker.stats()
-        return self._messages.get()
+        return self._receive()
 
-    def _has_saved(self, pieces: Iterator[None]) -> bool:
-        with self._working():
-            return next(pieces, "the end") is None
+    def _receive(self, timeout_seconds: float | None = None) -> _Message | None:
+        """The only place where the worker waits. Raises queue.Empty."""
+        self.pulse += 1
+        try:
+            return self._messages.get(timeout=timeout_seconds)
+        finally:
+            self.pulse += 1
 
 
 def _log_failure(future: "Future[object]") -> None:
@@ -496,7 +478,7 @@ def _disk_bytes_in_memory(config: EngineConfig) -> int:
     return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
 
 
-def _open_disk(config: EngineConfig, loaded: LoadedModel, files: FileSystem) -> DiskTier | None:
+def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
     if config.disk_folder is None:
         return None
     for former in model_folders.find_former(config.disk_folder, loaded.name, loaded.fingerprint):
@@ -507,16 +489,14 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel, files: FileSystem) -> 
     # One folder for each model: state of older library versions is found there, and removed.
     folder = model_folders.place(config.disk_folder, loaded.name, loaded.fingerprint)
     return DiskTier(
-        DiskStore(folder, loaded.state_fingerprint, files),
+        DiskStore(folder, loaded.state_fingerprint),
         budget_bytes=config.disk_bytes,
         write_budget_bytes_per_day=config.disk_write_bytes_per_day,
         max_in_flight_bytes=_in_flight_bytes(config),
     )
 
 
-def _state_of(
-    runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: EngineState | None, files: FileSystem
-) -> EngineState:
+def _state_of(runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: EngineState | None) -> EngineState:
     budget_bytes = config.budget_bytes - _disk_bytes_in_memory(config)
     if kept is not None:
         kept.prefix_cache.resume(runner.make_caches, budget_bytes)
@@ -526,7 +506,7 @@ def _state_of(
         num_slots=config.max_slots,
         budget_bytes=budget_bytes,
         chunk_tokens=config.chunk_tokens,
-        disk=_open_disk(config, loaded, files),
+        disk=_open_disk(config, loaded),
     )
     return EngineState(prefix_cache, loaded.state_fingerprint)
 
@@ -546,14 +526,12 @@ def _speculation(runner: Runner, prefix_cache: PrefixCache, loaded: LoadedModel)
 
 
 def _calibrate(runner: Runner, prefix_cache: PrefixCache) -> float:
-    """Evaluates a few tokens some times, to learn the size of their state, and to compile kernels.
+    """Evaluates a few tokens, to learn the size of their state, and to compile kernels.
 
-    Returns the seconds of a token at best: one of a longer chunk takes less.
+    Returns the seconds of a token, evaluated again: one of a longer chunk takes less.
     """
-    times = list[float]()
-    while len(times) < 2 or (len(times) < MAX_CALIBRATIONS and sum(times) < CALIBRATION_SECONDS):
+    for _ in range(2):
         caches, begun = runner.make_caches(), time.monotonic()
         runner.prefill(caches, np.ones(CALIBRATION_TOKENS, np.int32))
-        times.append(time.monotonic() - begun)
     prefix_cache.layout.calibrate(caches)
-    return min(times) / CALIBRATION_TOKENS
+    return (time.monotonic() - begun) / CALIBRATION_TOKENS

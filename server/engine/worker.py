@@ -93,12 +93,12 @@ class Worker:
         self._chunk_tokens = self._alone_tokens = chunk_tokens
         """The second of a prompt beside which nothing runs or waits; a multiple, so that the ends agree."""
         self._expected_tokens = expected_tokens
-        self.chunk_seconds = 0.0
-        """At most what a chunk takes; 0: not measured."""
+        self.token_seconds = 0.0
+        """At most what a token of a chunk takes; 0: not measured."""
 
     @property
-    def max_chunk_tokens(self) -> int:
-        return self._alone_tokens
+    def chunk_seconds(self) -> float:
+        return self.token_seconds * self._alone_tokens
 
     @property
     def has_work(self) -> bool:

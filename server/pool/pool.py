@@ -150,14 +150,13 @@ class ModelPool:
     @property
     def watched(self) -> Mapping[str, Engine]:
         """All engines that may get stuck, also those that end. For any thread."""
-        members = {**self.loaded, **self._unloading}
-        return {model_id: member.engine for model_id, member in members.items()}
+        return {model_id: member.engine for model_id, member in {**self.loaded, **self._unloading}.items()}
 
     @property
-    def stuck(self) -> Mapping[str, float]:
+    def stuck(self) -> dict[str, float]:
         """The models whose engines are stuck, and for how many seconds."""
-        found = {model_id: engine.stuck_seconds for model_id, engine in self.watched.items()}
-        return {model_id: round(seconds, 1) for model_id, seconds in found.items() if seconds is not None}
+        found = self.watched.items()
+        return {name: round(seconds, 1) for name, one in found if (seconds := one.stuck_seconds) is not None}
 
     def idle_seconds_left(self, member: Member) -> float:
         """Infinite if the model stays."""

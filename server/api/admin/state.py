@@ -61,25 +61,22 @@ class EngineBody(EngineCounts):
     requests: RequestCounts
 
 
-class HealthBody(TypedDict):
-    """The state of the server."""
-
-    status: str
-    """"ok", "draining" (new requests are refused), "stuck" or "stopped"."""
-    models: list[str]
-    loading: list[str]
-    stuck: NotRequired[dict[str, float]]
-    """Seconds of the step of each engine that is stuck, by model."""
-    engines: NotRequired[dict[str, EngineBody]]
-    """By model; only for those who may send requests."""
-
-
 class ReadyBody(TypedDict):
     """Whether a request would be taken."""
 
     status: str
+    """"ok", "draining" (new requests are refused), "stuck" or "stopped"; of `/ready` also "full"."""
     stuck: NotRequired[dict[str, float]]
-    """As in `HealthBody`."""
+    """Seconds of the step of each engine that is stuck, by model."""
+
+
+class HealthBody(ReadyBody):
+    """The state of the server."""
+
+    models: list[str]
+    loading: list[str]
+    engines: NotRequired[dict[str, EngineBody]]
+    """By model; only for those who may send requests."""
 
 
 async def version(request: Request) -> Response:
@@ -93,7 +90,7 @@ async def health(request: Request) -> Response:
     status = status_of(context)
     body: HealthBody = {"status": status, "models": list(context.pool.engines), "loading": list(context.pool.loading)}
     if stuck := context.pool.stuck:
-        body["stuck"] = dict(stuck)
+        body["stuck"] = stuck
     if not context.config.needs_key or request.state.key is not None:
         stats = {model_id: engine.stats() for model_id, engine in context.pool.engines.items()}
         body["engines"] = {name: {"requests": one.requests, **_counts(one)} for name, one in stats.items()}
@@ -107,9 +104,10 @@ async def ready(request: Request) -> Response:
     max_open = context.config.slots + context.config.max_waiting
     if status == "ok" and any(engine.stats().num_open >= max_open for engine in context.pool.engines.values()):
         status = "full"
-    stuck = context.pool.stuck
-    told = ReadyBody(status=status, stuck=dict(stuck)) if stuck else ReadyBody(status=status)
-    return JsonBody(told, status_code=200 if status == "ok" else 503)
+    body: ReadyBody = {"status": status}
+    if stuck := context.pool.stuck:
+        body["stuck"] = stuck
+    return JsonBody(body, status_code=200 if status == "ok" else 503)
 
 
 def status_of(context: ApiContext) -> str:

@@ -299,7 +299,7 @@ def test_a_second_signal_speaks_of_answers_only_where_some_ran(
     async def signal_twice() -> None:
         pool = SimpleNamespace(num_running=num_open, drain=asyncio.sleep, stop=list)
         app = create_app(FakeEngine(), fake_model(), ServerConfig())
-        server = _Server(HttpConfig(app, Limits(10, 10)), cast(Any, pool), 0, lambda: None, lambda: None)
+        server = _Server(HttpConfig(app, Limits(10, 10)), cast(Any, pool), 0, lambda: None)
         server.signalled()
         server.signalled()
 

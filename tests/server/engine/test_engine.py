@@ -503,7 +503,10 @@ LOST = (
 def test_a_device_that_takes_no_more_work_ends_the_engine(
     operation: str, num_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    are_submitted = threading.Event()
+
     def refuse(*given: Any, **more: Any) -> Any:
+        assert are_submitted.wait(120)
         raise RuntimeError(LOST)
 
     served = Served()
@@ -519,6 +522,7 @@ def test_a_device_that_takes_no_more_work_ends_the_engine(
 
     async def run() -> None:
         answers = [collect(served.engine.submit(request(f"r{number}"))) for number in range(num_requests)]
+        are_submitted.set()
         for events in await asyncio.wait_for(asyncio.gather(*answers), 120):
             assert isinstance(events[-1], Failed)
 
