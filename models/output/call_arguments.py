@@ -120,10 +120,18 @@ class ArgumentReader:
             yield from self.members(form, JSON, schema)
             yield from self.need(closed)
             return
+        if (yield from self.match(_opening("{"))):
+            self.mend("one object")
+            yield from self.members(form, JSON, schema)
+            return
         self.add("{")
         properties, given, was_text = properties_of(schema), set[str](), False
         while found := (yield from self.take(form.key)):
             key = found["key"].strip()
+            if found.groupdict().get("opened", key) is None:
+                if key not in properties:
+                    raise Refused
+                self.mend("value's tag left out")
             self._name_argument(key, given, schema, was_text=was_text)
             types = types_of(properties.get(key), schema)
             if not types and (kind := found.groupdict().get("kind")) is not None:
@@ -173,7 +181,10 @@ class ArgumentReader:
                 depth, scan = depth + 1, mark + size
                 continue
             end = (yield from self.match(ends.value, start)) or (yield from self.match(ends.value, mark))
-            depth = depth if end is None else (yield from self._depth_behind(ends, end, depth, others))
+            if end is not None and end.groupdict().get("skipped") is not None:
+                depth = self._depth_before(end["key"], depth, others, is_text=is_text)
+            elif end is not None:
+                depth = yield from self._depth_behind(ends, end, depth, others)
             if depth < 0:
                 if not is_text:
                     self.pos = end.end()
@@ -211,6 +222,15 @@ class ArgumentReader:
     def _give_text(self, stop: int) -> None:
         self.give(escaped(self.text[self.pos : stop]))
         self.drop(stop)
+
+    def _depth_before(self, key: str, depth: int, others: Collection[str], *, is_text: bool) -> int:
+        """As `_depth_behind`, where an argument begins without the end of the one before."""
+        if depth or key.strip() not in others:
+            return depth
+        if is_text:
+            raise Refused
+        self.mend("end tag left out")
+        return -1
 
     def _depth_behind(self, ends: Ends, end: Found, depth: int, others: Collection[str]) -> Steps[int]:
         """How many calls are open within a text behind what may be its end; -1 behind its end.
@@ -282,7 +302,7 @@ class ArgumentReader:
     ) -> Steps[bool]:
         """Reads a value in a literal; returns whether it is a text without escapes."""
         found = yield from self.match(_value_start(style.quote))
-        kind = found.lastgroup if found is not None else None
+        kind, types = found.lastgroup if found is not None else None, types_of(schema)
         if kind == "object":
             yield from self.members(form, style, schema, closers)
         elif kind == "array" or (kind == "tuple" and style.assign == "="):
@@ -292,14 +312,14 @@ class ArgumentReader:
             yield from self._quoted(found["quote"], style)
         elif kind == "raw":
             self.pos = found.end()
-            yield from self._text_until(form.raw_ends(closers, keys, is_quoted=True), set(keys))
+            yield from self._text_until(form.raw_ends(closers, keys, found["raw"]), set(keys))
             return True
-        elif (bare := (yield from self.take(_BARE))) is not None:
+        elif (len(style.quote) == 1 or types != _TEXT) and (bare := (yield from self.take(_BARE))) is not None:
             self.give(_bare_text(bare["bare"]))
-        elif len(style.quote) > 1 and (not (types := types_of(schema)) or "string" in types):
+        elif len(style.quote) > 1 and (not types or "string" in types):
             yield from self.need(_UNQUOTED)
             self.mend("quote left out")
-            yield from self._text_until(form.raw_ends(closers, keys, is_quoted=False), set(keys))
+            yield from self._text_until(form.raw_ends(closers, keys, ""), set(keys))
             return True
         else:
             raise Refused
@@ -408,7 +428,7 @@ def _key(quote: str) -> Any:
 
 @lru_cache
 def _value_start(quote: str) -> Any:
-    raw = rf"|(?P<raw>{re.escape(quote)})" if len(quote) > 1 else ""
-    quotes = r"""'''|\"{3}|'(?=[^']|'[^'])|"(?=[^"]|"[^"])""" if quote == "'" else '"'
+    raw = rf"|(?P<raw>{re.escape(quote)}|')" if len(quote) > 1 else ""
+    quotes = r"""'''|\"{3}|'(?=[^']|'[^'])|"(?=[^"]|"[^"])""" if quote == "'" else '"' if raw else "[\"']"
     starts = r"(?P<object>(?=\{))|(?P<array>(?=\[))|(?P<tuple>(?=\())"
     return re.compile(rf"\s*(?:{starts}|(?P<quote>{quotes}){raw})")

@@ -6,7 +6,7 @@ In texts `{}` is a name, `#` a call's number, and `*` the kind of a value (`Tags
 
 import re
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 
@@ -112,14 +112,19 @@ class CallFormat:
         return tuple(dict.fromkeys(part for part in parts if len(part) > 1))
 
 
-def _invokes(name: str, space: str, calls: str, kinds: tuple[tuple[str, str], ...] = ()) -> CallFormat:
-    """Tags `invoke` and `parameter` of a name space, between tags `calls`."""
+def _invokes(
+    name: str, space: str, calls: str, others: tuple[str, ...] = (), kinds: tuple[tuple[str, str], ...] = ()
+) -> CallFormat:
+    """Tags `invoke` and `parameter` of a name space, between tags `calls`, or tags `others`."""
     tokens = (space,) if kinds else ()
     kind = ' string="*"' if kinds else ""
     body = Tags(f'<{space}parameter name="{{}}"{kind}>', f"</{space}parameter>\n", kinds)
     head, end = f'<{space}invoke name="{{}}">\n', f"</{space}invoke>\n"
-    signs, outer = f"<{calls}>", (f"<{calls}>\n", f"</{calls}>")
-    return CallFormat(name, outer[0], head, body, end, outer[1], repeats_open=False, signs=signs, tokens=tokens)
+    around = f"<{calls}>\n", f"</{calls}>"
+    aliases = (*((f"<{other}>", around[0]) for other in others), *((f"</{other}>", around[1]) for other in others))
+    signs = f"<{calls}>|<{space}tool_calls>" if kinds else f"<{calls}>"
+    calls_of = name, around[0], head, body, end, around[1]
+    return CallFormat(*calls_of, repeats_open=False, aliases=aliases, signs=signs, tokens=tokens)
 
 
 def _keyed(name: str, space: str) -> CallFormat:
@@ -134,9 +139,10 @@ _IN_XML: Final = "<tool_call>\n", "<function={}>\n", _XML, "</function>\n", "</t
 CODER: Final = CallFormat("qwen3_coder", *_IN_XML, signs=r"<tool_call>(?:\\n|\n)<function=")
 GLM: Final = _keyed("glm", "")
 LONGCAT: Final = _keyed("longcat", "longcat_")
-MINIMAX: Final = _invokes("minimax", "", "minimax:tool_call")
+MINIMAX: Final = _invokes("minimax", "", "minimax:tool_call", ("tool_call", "function_calls"))
 MUSE_SPARK: Final = _invokes("muse_spark", "atem:", "atem:function_calls")
-DSML: Final = _invokes("dsml", "｜DSML｜", "｜DSML｜function_calls", (("string", "true"), ("", "false")))
+_KINDS: Final = ("string", "true"), ("", "false")
+DSML: Final = _invokes("dsml", "｜DSML｜", "｜DSML｜function_calls", ("｜DSML｜tool_calls",), _KINDS)
 _PARAM: Final = Tags('<param name="{}">', "</param>", quote=("<![CDATA[", "]]>"))
 _FUNCTION: Final = '<function name="{}">', _PARAM, "</function>"
 MINICPM: Final = CallFormat("minicpm", "", *_FUNCTION, "", signs=r'(?s)<function name="(?=.*<param name=")')
@@ -168,6 +174,8 @@ _ARGUMENTS: Final = '{"name": "{}", "arguments": ', JSON, "}\n"
 HERMES: Final = CallFormat("hermes", "<tool_call>\n", *_ARGUMENTS, "</tool_call>", "\n", signs="<tool_call>")
 LLAMA: Final = CallFormat(
     *("llama", "<|python_tag|>", '{"name": "{}", "parameters": ', JSON, "}", "", "; ", False),
+    aliases=(("<|python_start|>", "<|python_tag|>"),),
+    frames=("<|python_end|>",),
     signs=r'<\|python_tag\|>|\{"name": function name, "parameters":',
     tokens=("<|python_tag|>",),
     is_bare=True,
@@ -215,6 +223,9 @@ FORMATS: Final = (
     *(DSML, DEEPSEEK_V3, DEEPSEEK_V3_1, HERMES, KIMI_K3, PYTHONIC, LLAMA),
 )
 """Where several fit a model, the first is taken; a sign counts before tokens."""
+
+VARIANTS: Final = (replace(GEMMA4, body=replace(_GEMMA, open="(", close=")", assign="=")),)
+"""What models also write in a family's place."""
 
 _DECLARED: Final = {
     "minimax_m2": MINIMAX,

@@ -45,17 +45,29 @@ class Ends:
     """A tag within the text, and what it stands for there."""
 
     def __init__(
-        self, form: "Patterns", tag: str, more: str, closers: str = "", letters: str = "", missing: str = ""
+        self,
+        form: "Patterns",
+        tag: str,
+        more: str,
+        closers: str = "",
+        letters: str = "",
+        *,
+        missing: str = "",
+        skipped: str = "",
+        start: str = "",
+        beside: str = "",
     ) -> None:
-        """`more` goes on with arguments; `closers` stand before the call's end.
+        """`more` goes on with arguments; `closers` stand before the call's end, and `beside` begins a call behind it.
 
-        The tag may be left out before one of `letters`, or before the call's end `missing`.
+        The tag may be left out before one of `letters`, before the call's end `missing`, and before an argument
+        `skipped`, which begins with `start`.
         """
         ends, close, another = rf"{closers}\s*(?:{form.ends}\s*)?", form.close, form.another
         call_end = rf"{ends}{close}" if form.closes else rf"{closers}\s*{form.ends}"
-        over = rf"{ends}(?:{close}\s*)?(?:[{OVER}]|(?P<another>{another}))"
+        over = rf"{ends}(?:{close}\s*)?(?:[{OVER}]|(?P<another>{either(another, beside)}))"
         repaired = rf"|(?P<repair>\s?(?={missing}\s*(?:{END}|{another})))" if missing else ""
-        before = (form.ends, form.close) if missing else (f"[{letters}]",) if letters else ()
+        repaired += rf"|(?P<skipped>(?={skipped}))" if skipped else ""
+        before = (form.ends, form.close, start) if missing else (f"[{letters}]",) if letters else ()
         self.value = re.compile(rf"{tag}(?:(?={more})|(?P<last>(?={call_end}|{over}))){repaired}")
         nested = _NEVER if tag.startswith(r"\]") else form.nested  # a call within CDATA has other end tags
         self.mark = re.compile(rf"(?P<nested>{nested})|[{OVER}]|{either(tag.removeprefix(chr(92) + 'n?'), *before)}")
@@ -76,7 +88,7 @@ class Patterns:
         if form.is_bare and isinstance(body, Literal) and body.has_bare_keys:
             self.closes.append(rf"\](?=\s*[^\s<{OVER}])")
         self.close, self.open = either(*self.closes), re.compile(either(*opens))
-        self.ends = either("" if form.is_envelope else loosely(form.end.strip()))
+        self.ends = either("" if form.is_envelope else re.sub("^```", "(?:```)?", loosely(form.end.strip())))
         tag, head = re.escape(form.tag.removesuffix("functions.")), self._head
         is_literal = isinstance(form.body, Literal)
         is_listed = form.open[-1:] == "[" or (isinstance(body, Literal) and body.assign == "=")
@@ -103,7 +115,7 @@ class Patterns:
         if isinstance(form.body, Literal):
             name = rf"(?P<name>{_WORD if form.body.has_bare_keys else _NAME})\s*"
             call_id = rf"(?:{re.escape(form.id_marker)}\s*(?P<id>\w+)\s*)?" if form.id_marker else ""
-            return rf"{before}{name}{call_id}{either(loosely(behind), rf'(?={re.escape(form.body.open)})')}"
+            return rf"{before}\s*{name}{call_id}{either(loosely(behind), rf'(?={re.escape(form.body.open)})')}"
         name = rf"{before}(?P<name>{_NAME}){_attributes(loosely(behind))}"
         return name if form.tag else name + self._behind_head  # what follows a bare name tells that it is one
 
@@ -118,7 +130,11 @@ class Patterns:
     @cached_property
     def _key(self) -> str:
         before, _, behind = self.body.key.partition("{}")
-        return rf"\s*{loosely(before)}(?P<key>{_KEY}){_attributes(loosely(behind.strip()))}"
+        end, line, opener = behind.partition("\n<")
+        if not line:
+            return rf"\s*{loosely(before)}(?P<key>{_KEY}){_attributes(loosely(behind.strip()))}"
+        tags = rf"\s*(?:{re.escape(before)}\s*){{1,2}}(?P<key>{_KEY})(?:{re.escape(end)}\s*){{1,2}}"
+        return rf"{tags}(?:(?P<opened>{re.escape(line.strip() + opener)})|(?=[^<\s]))"
 
     @cached_property
     def key(self) -> Any:
@@ -133,7 +149,10 @@ class Patterns:
     def value_ends(self) -> Ends:
         """Of an argument between tags."""
         missing = either(rf"(?:{self.ends}\s*)?{self.close}", self.ends)
-        return Ends(self, self._value_tag, self._key, missing=missing)
+        is_certain = self.body.key.strip().count("<") > 1
+        skipped = self._key if is_certain else rf"\n{self._key}" if "\n" in self.body.end else ""
+        start = re.escape(self.body.key.partition("{}")[0]) if skipped else ""
+        return Ends(self, self._value_tag, self._key, missing=missing, skipped=skipped, start=start)
 
     @cached_property
     def quoted_ends(self) -> Ends:
@@ -151,20 +170,27 @@ class Patterns:
         return tuple(re.compile(rf"\s*{loosely(one)}" if one else _NEVER) for one in self.body.whole)
 
     @lru_cache(256)  # noqa: B019 - formats, and so patterns, are few and live as long as the process
-    def raw_ends(self, closers: tuple[str, ...], keys: tuple[str, ...], *, is_quoted: bool) -> Ends:
-        """Of a text in a literal, within `closers`, the innermost first; `keys` are those of the outermost."""
+    def raw_ends(self, closers: tuple[str, ...], keys: tuple[str, ...], opener: str) -> Ends:
+        """Of a text in a literal behind the quote `opener`, within `closers`, the innermost first; `keys` are those
+        of the outermost."""
         quote = re.escape(self.body.quote)
         mark = rf"(?:{quote}|[\"'])?"
         more, before = list[str](), ""
         for closer in closers[:-1]:
-            inner = rf"(?:{quote}|{_VALUE})" if closer in "])" else rf"{mark}[\w$][\w.$-]*{mark}\s*[:=]"
+            inner = (
+                rf"(?:{quote}|{_VALUE if opener else '[^{OVER}]'})"
+                if closer in "])"
+                else rf"{mark}[\w$][\w.$-]*{mark}\s*[:=]"
+            )
             more.append(rf"{before}\s*,\s*{inner}")
             before += rf"\s*{re.escape(closer)}"
         named = either(*(rf"(?P<key>{re.escape(key)})" for key in keys))
         more.append(rf"{before}(?:\s*{named}|\s*,\s*{mark}(?P<key>[\w$][\w.$-]*){mark})\s*[:=]")
-        tag, letters = (quote, "") if is_quoted else (rf"(?:{quote})?", r",\]})")
-        ends = Ends(self, tag, either(*more), rf"{before}(?:\s*{re.escape(closers[-1])})?\s*[}}\]]?", letters)
-        ends.inner = (self.body.quote, self.body.inner_quote) if self.body.inner_quote else None
+        tag, letters = (re.escape(opener), "'" if opener == "'" else "") if opener else (rf"(?:{quote})?", r",\]})")
+        closing = rf"{before}(?:\s*{re.escape(closers[-1])})?\s*[}}\]]?"
+        beside = rf"[,;]?\s*{self._head}" if self.form.tag else ""
+        ends = Ends(self, tag, either(*more), closing, letters, beside=beside)
+        ends.inner = (self.body.quote, self.body.inner_quote) if opener != "'" and self.body.inner_quote else None
         return ends
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 import regex as re
 
 from models.output.call_arguments import ArgumentReader, Refused, Steps
-from models.output.call_formats import CODER, FORMATS, GLM, HARMONY, HERMES, JSON, KIMI_K2, CallFormat, Tags
+from models.output.call_formats import CODER, FORMATS, GLM, HARMONY, HERMES, JSON, KIMI_K2, VARIANTS, CallFormat, Tags
 from models.output.call_patterns import CUT, END, HARMONY_HEADER, OVER, Patterns, patterns_of
 from models.output.call_values import json_text
 from models.output.pieces import (
@@ -53,7 +53,7 @@ class CallReader(OutputParser):
         self._own = patterns_of(call_format)
         self._start = re.compile("|".join((*self._own.starts, f"[{OVER}]")))
         self._first_letters = frozenset((*(text[0] for text in call_format.openers), *OVER))
-        self._space = ""
+        self._space = self._line = ""
         self._has_calls = self._is_open = self._is_known = False
         self._ids, self._counts = set[str](), Counter[str]()
         self._ended: list[tuple[str, list[Piece]]] = []
@@ -83,6 +83,7 @@ class CallReader(OutputParser):
         return self._noted(pieces)
 
     def _say(self, text: str) -> None:
+        self._line = f"{self._line}{text}".rpartition("\n")[2]
         text = self._space + text
         visible = text.rstrip()
         self._space = text[len(visible) :]
@@ -107,6 +108,9 @@ class CallReader(OutputParser):
                 yield
             elif reader.text[0] in OVER:
                 return self._end()
+            elif self._line.replace("```", "").count("`") % 2:  # of code within a line: a call that is shown
+                self._say(reader.text[0])
+                reader.drop(1)
             else:
                 yield from self._group()
 
@@ -184,6 +188,12 @@ class CallReader(OutputParser):
     def _literal(self, form: Patterns, schema: Any) -> Steps[None]:
         if (yield from self._reader.match(form.without)) is not None:
             self._reader.add("{")
+            return
+        if form.body == JSON and (yield from self._reader.take(_FENCE)) is not None:
+            self._reader.mend("fence")
+        if form.body == JSON and (yield from self._reader.match(_QUOTE)) is not None:
+            self._reader.mend("arguments as a text")
+            yield from self._field_of_arguments(form)
         else:
             yield from self._reader.members(form, form.body, schema)
 
@@ -200,7 +210,8 @@ class CallReader(OutputParser):
             elif key == "function" and schema is None and (yield from reader.take(_BRACE)) is not None:
                 num_open += 1
             elif key in ("name", "function") and schema is None:
-                schema = self._begin_call(json.loads((yield from reader.need(_STRING))[0], strict=False), call_id)
+                name = yield from reader.need(_STRING)
+                schema = self._begin_call(name["word"] or json.loads(name[0], strict=False), call_id)
                 if key != "name":
                     reader.mend("field of the name")
             elif key in ("id", "type", "index"):
@@ -333,9 +344,10 @@ class HarmonyReader(CallReader):
 
     def _message(self, header: Any) -> Steps[None]:
         reader, channel = self._reader, _CHANNEL.search(header[0])
-        recipient, kind = _RECIPIENT.search(header[0]), _CONSTRAIN.search(header[0])
-        name = str((recipient or kind or ("", ""))[1])
-        if name in _NOBODY or (recipient is None and self._declared(name) is None):
+        recipients, kind = _RECIPIENT.findall(header[0]), _CONSTRAIN.search(header[0])
+        tools = [one for one in recipients if one not in _NOBODY]
+        name = tools[-1] if tools else str(kind[1]) if kind is not None else ""
+        if not name or (not tools and self._declared(name) is None):
             reader.drop(header.end())
             yield from self._body(Reasoning if channel is not None and channel[1] == "analysis" else Text)
             return
@@ -416,8 +428,8 @@ def _others(call_format: CallFormat, *, is_opened: bool) -> tuple[Patterns, ...]
         )
 
     found = {patterns_of(call_format).head.pattern: patterns_of(call_format)}
-    for one in (HERMES, CODER, GLM, *forms):
-        if one in forms:
+    for one in (HERMES, CODER, GLM, *(VARIANTS if is_opened else ()), *forms):
+        if one in forms or one in VARIANTS:
             found.setdefault(within(one).head.pattern, within(one))
     return tuple(found.values())[1:]
 
@@ -425,11 +437,12 @@ def _others(call_format: CallFormat, *, is_opened: bool) -> tuple[Patterns, ...]
 _ARGUMENTS: Final = ("arguments", "parameters")
 _BARE_START: Final = re.compile(r"\s*(?:```\w*\s*)?[{\[]")
 _BRACE: Final = re.compile(r"\s*\{")
-_CLOSED: Final = re.compile(r"\s*\}")
+_CLOSED: Final = re.compile(r"\s*,?\s*\}")
+_FENCE: Final = re.compile(r"\s*```\w*\s*(?=\{)")
 _QUOTE: Final = re.compile(r'\s*"')
 _NULL: Final = re.compile(r"\s*null(?=\s*[,}])")
-_FIELD: Final = re.compile(r'\s*,?\s*"(?P<key>\w+)"\s*:')
-_STRING: Final = re.compile(rf'\s*"(?:[^"\\{OVER}]|\\[^{OVER}])*"')
+_FIELD: Final = re.compile(r"""\s*,?\s*(?P<quote>["'])(?P<key>\w+)(?P=quote)\s*:""")
+_STRING: Final = re.compile(rf"""\s*(?:"(?:[^"\\{OVER}]|\\[^{OVER}])*"|'(?P<word>[\w.:-]+)')""")
 _SCALAR: Final = re.compile(rf'\s*(?:"(?:[^"\\{OVER}]|\\[^{OVER}])*"|[\w.-]+(?=\s*[,}}]))')
 _NUMBER: Final = re.compile(r":\d+$")
 _UNDERLINED: Final = re.compile(r"functions[._](.+?)(?:[:_]\d+)?")
