@@ -330,10 +330,11 @@ def _calls(model: ServedModel, functions: Functions, param: str) -> CallGrammar:
     """The grammars of calls to functions; raises ApiError (400) for a model whose calls nothing binds."""
     form, grammars = model.call_format, model.grammars
     try:
+        # Asked of all, so that a tokenizer that cannot be read is told here.
         if (
             form is not None
             and grammars is not None
-            and (form is not MISTRAL or grammars.token_of("[ARGS]") is not None)
+            and (grammars.token_of("[ARGS]") is not None or form is not MISTRAL)
         ):
             return CallGrammar(form, [_tool(grammars, function) for function in functions], grammars.spell)
         why = f"no grammar binds the calls of the model {model.id!r}"

@@ -460,6 +460,17 @@ def test_the_input_of_a_custom_call_that_was_cut_is_what_was_told() -> None:
         assert done["input"] == output.ended[0]["input"] == told
 
 
+@pytest.mark.parametrize("binds", ["strict", "on"])
+def test_strict_tools_are_only_shown_where_the_tokenizer_cannot_be_bound(binds: str) -> None:
+    engine, model = FakeEngine(), fake_model(call_format=HERMES, grammars=GrammarCompiler(lambda: "{}", [0]))
+    client = TestClient(create_app(engine, model, ServerConfig(bind_calls=binds)))
+    body = {"messages": [user("x")], "tools": TOOLS}
+    assert client.post(CHAT, content=json.dumps(body), headers=JSON).status_code == 200
+    assert engine.requests[0].grammar is None
+    answer = client.post(CHAT, content=json.dumps({**body, "tool_choice": "required"}), headers=JSON)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+
+
 @pytest.fixture(scope="module", params=["qwen3_coder", "glm47", "gemma4", "kimi_k2"])
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A random model of a family whose calls are not JSON between `<tool_call>`, with all calls bound."""
