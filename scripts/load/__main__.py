@@ -11,7 +11,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping
 
-from scripts.load import document, fuzz, idle, slow_clients, streams
+from scripts.load import document, faults, fuzz, idle, slow_clients, streams
 
 PROOFS: Mapping[str, Callable[[argparse.Namespace], bool]] = {
     "fuzz": fuzz.run,
@@ -19,6 +19,7 @@ PROOFS: Mapping[str, Callable[[argparse.Namespace], bool]] = {
     "slow": slow_clients.run,
     "idle": idle.run,
     "document": document.run,
+    "faults": faults.run,
 }
 
 
@@ -30,7 +31,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000, help="fuzz: how many")
     parser.add_argument("--first", type=int, default=0, help="fuzz: the number of the first one, to repeat one")
     parser.add_argument("--leak", type=int, default=0, help="fuzz: bytes lost with each request, which must be found")
-    parser.add_argument("--seconds", type=float, default=1500.0, help="fuzz, document: after which it is ended")
+    parser.add_argument(
+        "--seconds", type=float, default=1500.0, help="fuzz, document, a quarter of faults: after which it is ended"
+    )
     parser.add_argument("--files", type=int, help="slow: how many the server may open; 4096 and then 256 by default")
     parser.add_argument("--stream-seconds", type=float, default=120.0, help="streams: for how long clients ask")
     parser.add_argument("--examples", type=int, default=20, help="document: for each operation")

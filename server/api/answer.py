@@ -97,8 +97,8 @@ class Exchange(Question, ABC):
     async def body(self, answer: "Answer") -> Payload:
         """The body of a whole answer."""
 
-    def take_tokens(self, delta: Delta) -> None:
-        """Takes the next output tokens, before their pieces. The last tokens have no text."""
+    def take_tokens(self, delta: Delta, stop_token: int | None = None) -> None:
+        """Takes the next output tokens, before their pieces. The last have no text, such as `stop_token`."""
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back, without what it continues. Not on the event loop."""
@@ -156,7 +156,7 @@ class Run(OpenRequest):
                     raise EngineStopped("the server stopped before the answer was complete")
                 case Finished():
                     self._remember_reply(event)  # before the last pieces, at which a client may leave
-                    exchange.take_tokens(event.rest)
+                    exchange.take_tokens(event.rest, event.stop_token)
                     for piece in parser.finish(is_complete=self._is_complete(event)):
                         yield piece
                     self._keep_turn(event)

@@ -329,7 +329,7 @@ class _CompletionExchange(Exchange):
         self.tells_progress = body.stream is True and body.return_progress is True
         self._tokens: list[int] = []
 
-    def take_tokens(self, delta: Delta) -> None:
+    def take_tokens(self, delta: Delta, stop_token: int | None = None) -> None:
         self._tokens.extend(delta.token_ids)
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:

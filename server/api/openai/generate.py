@@ -177,14 +177,17 @@ class _ChoiceExchange(Exchange):
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
-    def take_tokens(self, delta: Delta) -> None:
+    def take_tokens(self, delta: Delta, stop_token: int | None = None) -> None:
         """Keeps the tokens for the next chunk.
 
-        Tokens without text send log-probabilities only beside token ids: both lists have the same length.
+        A log-probability of the token that ended the answer is told only beside token ids: both lists have the same
+        length.
         """
         self._token_ids.extend(delta.token_ids)
-        if delta.text or self._body.return_token_ids:
-            self._logprobs.extend(delta.logprobs)
+        told = delta.logprobs
+        if told and told[-1].token_id == stop_token and not self._body.return_token_ids:
+            told = told[:-1]
+        self._logprobs.extend(told)
 
     def _told_prompt(self) -> PromptIds:
         """Once, if requested."""

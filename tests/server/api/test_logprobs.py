@@ -57,6 +57,16 @@ def answer_ids(prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_chat_tells_of_tokens_without_text_too(streams: bool, client: openai.OpenAI) -> None:
+    silent = tiny_models.tokenizer().convert_tokens_to_ids("<|im_start|>")
+    asked: Any = {"max_tokens": 6, "logprobs": True, "stream": streams, "logit_bias": {str(silent): 100}}
+    answer: Any = client.chat.completions.create(model="tiny", messages=HI, extra_body={"ignore_eos": True}, **asked)
+    choices = [chunk.choices[0] for chunk in answer] if streams else answer.choices
+    told = [one.token for choice in choices if choice.logprobs for one in choice.logprobs.content]
+    assert told == ["<|im_start|>"] * 6
+
+
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 def test_numbers_are_those_of_the_bare_model(client: openai.OpenAI, num_top: int) -> None:
     prompt = [70, 71, 72, 73, 74]

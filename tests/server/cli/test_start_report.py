@@ -37,6 +37,13 @@ def test_memory_is_shared_out_to_the_last_byte(service: Service) -> None:
     assert report["rest"] == "6.0 GB of 25.0 GB for everything else on this machine"
 
 
+def test_memory_that_is_too_little_for_all_models_at_once_is_told(service: Service) -> None:
+    hint = "not for all models at once: --cache-memory 135MB is"
+    for num_bytes, models, is_told in ((10**8, ("a", "b"), True), (10**8, ("a",), False), (135 * 10**6, "ab", False)):
+        config = ServerConfig(models=tuple(models), cache_memory_bytes=num_bytes)
+        assert (("", hint) in facts(service, config, ALONE)) == is_told
+
+
 def test_what_is_wired_is_told_on_a_mac(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {"wired", "kernels"} & told(service).keys() and "rows" in told(service)
     monkeypatch.setattr("platform.mac_ver", lambda: ("15.1", ("", "", ""), "arm64"))
