@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from models.output.call_formats import HARMONY, CallFormat, Literal, Tags
+from models.output.call_formats import CallFormat, Literal, Tags
 from models.output.call_values import properties_of, types_of
 from models.output.grammar import JSON_STYLE
 
@@ -63,8 +63,7 @@ class CallGrammar:
         """`spell` returns a text as Lark has it: special tokens by number, all else in quotes; "" for no text."""
         self._form, self._tools, self._spell = form, tools, spell
         self._before, _, self._behind = form.head.partition("{}")
-        # The token that ends a turn is none of a grammar.
-        self._end = "" if form is HARMONY else form.end + (form.close if form.repeats_open else "")
+        self._end = form.end + (form.close if form.repeats_open else "")
 
     def forced(self, *, is_single: bool) -> list[str]:
         """The rule `calls` of one call, or of one and more, and those that it needs."""
