@@ -309,7 +309,7 @@ class ArgumentReader:
             yield from self._items(form, style, schema, closers)
         elif kind == "quote":
             self.pos = found.end()
-            yield from self._quoted(found["quote"], style)
+            return (yield from self._quoted(found["quote"], style, is_argument=len(closers) == 1))
         elif kind == "raw":
             self.pos = found.end()
             yield from self._text_until(form.raw_ends(closers, keys, found["raw"]), set(keys))
@@ -334,10 +334,15 @@ class ArgumentReader:
         text, self._waiting, self.is_held = self._waiting, waiting, is_held
         return text
 
-    def _quoted(self, quote: str, style: Literal) -> Steps[None]:
-        """Reads a string with escapes, and its end."""
+    def _quoted(self, quote: str, style: Literal, *, is_argument: bool = False) -> Steps[bool]:
+        """Reads a string with escapes, and its end; returns whether it holds a quote without its escape.
+
+        In Python's arguments such a quote is of the text, unless what follows is the next element.
+        """
         self.add('"')
-        plain, closing = _plain(quote[0]), re.compile(re.escape(quote))
+        is_loose = is_argument and style.assign == "=" and len(quote) == 1
+        plain, closing = _plain(quote[0]), re.compile(re.escape(quote) + (_BEHIND_ARGUMENT if is_loose else ""))
+        are_loose = set[bool]()
         while True:
             if found := plain.match(self.text, self.pos):
                 self.give(escaped(found[0]))
@@ -352,13 +357,21 @@ class ArgumentReader:
             if letter in OVER:
                 raise Refused
             if letter == "\\":
-                self.give(_escape((yield from self.need(_ESCAPE))[0], is_python=style.assign == "="))
+                escape = (yield from self.need(_ESCAPE))[0]
+                are_loose |= {False} if escape[1:] == quote else set()
+                self.give(_escape(escape, is_python=style.assign == "="))
             elif (yield from self.take(closing)):
                 break
             else:
+                are_loose |= {True} if is_loose else set()
                 self.give(escaped(letter))
                 self.pos += 1
+            if is_loose and len(are_loose) > 1:  # what seemed an escape was the text's end
+                raise Refused
+        if True in are_loose:
+            self.mend("quote in a text")
         self.add('"')
+        return True in are_loose
 
 
 def _bare_text(written: str) -> str:
@@ -387,6 +400,7 @@ _CLOSERS: Final = {"{": "}", "[": "]", "(": ")"}
 _NO_LITERAL: Final = re.compile(rf"\s*[^\s{{\[\"'\-0-9tfnTFN<{OVER}]")
 _LIST: Final = re.compile(r"\s*[\[(]")
 _COMMA: Final = re.compile(r"\s*,")
+_BEHIND_ARGUMENT: Final = rf"(?=\s*(?:,\s*(?:[^\W\d]\w*\s*=|\))|\)\s*[\],<{OVER}]|[{OVER}]))"
 _UNQUOTED: Final = re.compile(rf"\s*(?=[^\s<{OVER}])")
 _BARE: Final = re.compile(
     r"\s*(?P<bare>-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null|True|False|None)"

@@ -5,8 +5,8 @@
     python -m scripts.clients benchmarks       programs that measure or test servers
 
 Everything is installed below --folder, from the registries that pip and npm are set to; coding agents need Node.
-Packages talk to the built-in model, agents to a model whose words stand in a script (`agents.py`). The exit status is
-1 where one failed.
+Packages talk to the built-in model, agents to a model whose words stand in a script (`agents.py`) and whose calls
+have the format that --calls names. The exit status is 1 where one failed.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from models.output.call_formats import FORMATS, JSON, CallFormat, Tags
 from scripts.clients import agents, packages, tool_search
 from scripts.clients.scripted_model import make_model
 from scripts.clients.scripted_server import ScriptedEngine, demo_server, scripted_server
@@ -24,6 +25,12 @@ CODING_AGENTS: list[agents.Agent | tool_search.ToolSearcher] = [*agents.AGENTS, 
 NAMES = [*(package.name for package in packages.PACKAGES), *(agent.name for agent in CODING_AGENTS)]
 BENCHMARKS = [package.name for package in packages.BENCHMARKS]
 GROUP = "benchmarks"
+CALL_FORMATS = {
+    one.name: one
+    for one in FORMATS
+    if one.open and (not one.body.kinds if isinstance(one.body, Tags) else one.body == JSON)
+}
+"""Those that a scripted model writes."""
 
 
 def main() -> int:
@@ -33,6 +40,7 @@ def main() -> int:
         "names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}, by default all; or {GROUP}"
     )
     parser.add_argument("--folder", type=Path, default=Path(".cache/clients"), help="where clients are installed")
+    parser.add_argument("--calls", choices=CALL_FORMATS, default="hermes", help="how the scripted model calls tools")
     args = parser.parse_args()
     known = [*NAMES, *BENCHMARKS, GROUP]
     unknown = sorted(set(args.names) - set(known))
@@ -40,7 +48,7 @@ def main() -> int:
         parser.error(f"there is no client {unknown[0]!r}; there are {', '.join(known)}")
     wanted = [*args.names, *(BENCHMARKS if GROUP in args.names else [])] or NAMES
     folder: Path = args.folder.resolve()
-    results = [*_try_packages(wanted, folder), *_try_agents(wanted, folder)]
+    results = [*_try_packages(wanted, folder), *_try_agents(wanted, folder, CALL_FORMATS[args.calls])]
     return 0 if all(results) else 1
 
 
@@ -67,15 +75,15 @@ def _try_langchain(folder: Path) -> str:
         return _try_package(packages.LANGCHAIN, folder, url, model.name)
 
 
-def _try_agents(wanted: list[str], folder: Path) -> Iterator[bool]:
+def _try_agents(wanted: list[str], folder: Path, call_format: CallFormat) -> Iterator[bool]:
     chosen = [agent for agent in CODING_AGENTS if agent.name in wanted]
     if not chosen:
         return
     if shutil.which("npm") is None:
         print("coding agents: not tried, for there is no npm")
         return
-    model = make_model(folder / "model")
-    with scripted_server(model) as (url, engine):
+    model = make_model(folder / "model", call_format)
+    with scripted_server(model, call_format) as (url, engine):
         for agent in chosen:
             yield _try(agent.name, partial(_try_agent, agent, folder, url, model.name, engine))
 

@@ -160,7 +160,30 @@ class CodexPatch(Codex):
         return ["-c", f'model_catalog_json="{catalog}"', *super().arguments(url, model)]
 
 
-AGENTS: Sequence[Agent] = (OpenCode(), ClaudeCode(), Codex(), CodexPatch())
+class QwenCode(Agent):
+    """Qwen Code, by Chat Completions."""
+
+    name, package, program = "qwen", "@qwen-code/qwen-code", "qwen"
+
+    def replies(self, file: Path) -> Sequence[Reply]:
+        """Reads, which it must do before an edit, edits, ends."""
+        edit = {"file_path": str(file), "old_string": "hello", "new_string": "goodbye"}
+        return [
+            Reply("I read the file.", "read_file", {"file_path": str(file)}),
+            Reply("I change it.", "edit", edit),
+            Reply("Done."),
+        ]
+
+    def arguments(self, url: str, model: str) -> Sequence[str]:
+        """One task, without questions."""
+        return ["--auth-type", "openai", "--yolo", TASK]
+
+    def environment(self, url: str, model: str) -> Mapping[str, str]:
+        """The server in place of OpenAI's."""
+        return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": model}
+
+
+AGENTS: Sequence[Agent] = (OpenCode(), ClaudeCode(), Codex(), CodexPatch(), QwenCode())
 
 
 class Installed(Protocol):

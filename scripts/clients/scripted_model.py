@@ -15,6 +15,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from models.output.call_formats import HERMES, JSON, CallFormat, Tags
+
 VOCAB_SIZE = 16_384
 CONTEXT_TOKENS = 262_144
 MAX_SOURCE_FILES = 300
@@ -39,11 +41,9 @@ TEMPLATE = r"""{%- macro text(content) -%}
 {%- else -%}
 {{- text(message.content) -}}
 {%- for tool_call in message.tool_calls or [] -%}
-{%- set tool_call = tool_call.function -%}
+{%- set name, arguments = tool_call.function.name, tool_call.function.arguments -%}
 {%- if not loop.first or message.content -%}{{- '\n' -}}{%- endif -%}
-{{- '<tool_call>\n{"name": ' + tool_call.name | tojson + ', "arguments": ' -}}
-{{- tool_call.arguments if tool_call.arguments is string else tool_call.arguments | tojson -}}
-{{- '}\n</tool_call>' -}}
+CALL
 {%- endfor -%}
 {%- endif -%}
 {{- '<|im_end|>\n' -}}
@@ -68,22 +68,40 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_model(folder: Path) -> Path:
-    """Writes the model into `folder`, unless it is there already; returns the folder."""
+def make_model(folder: Path, call_format: CallFormat = HERMES) -> Path:
+    """Writes the model, whose template knows this format of calls, into `folder`; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("CALL", call_template(call_format)))
     if (folder / "model.safetensors").is_file():
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config())
     _write_json(folder / "config.json", CONFIG)
     eos = [tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
     _write_json(folder / "generation_config.json", {"eos_token_id": eos, "do_sample": False})
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
     mx.random.seed(0)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     return folder
+
+
+def call_template(call_format: CallFormat) -> str:
+    """Jinja that writes the call of `name` with `arguments`: for formats with tags or JSON."""
+    body = call_format.body
+    if isinstance(body, Tags):
+        value = "value if value is string else value | tojson"
+        argument = f"{_jinja(body.key, 'key')} + ({value}) + {_jinja(body.end)}"
+        arguments = f"{{%- for key, value in arguments.items() -%}}{{{{- {argument} -}}}}{{%- endfor -%}}"
+    else:
+        assert body == JSON
+        arguments = "{{- arguments if arguments is string else arguments | tojson -}}"
+    head = _jinja(f"{call_format.open}{call_format.head.replace('#', '0')}", "name")
+    return f"{{{{- {head} -}}}}{arguments}{{{{- {_jinja(call_format.end + call_format.close)} -}}}}"
+
+
+def _jinja(text: str, name: str = "") -> str:
+    return f"{text!r}.replace('{{}}', {name})" if name else repr(text)
 
 
 def _tokenizer_config() -> dict[str, Any]:

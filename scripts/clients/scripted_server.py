@@ -18,6 +18,7 @@ import uvicorn
 from numpy.typing import NDArray
 
 from models.inference.grammar import GrammarCompiler
+from models.output.call_formats import HERMES, CallFormat
 from models.output.grammar import Grammar, GrammarKind, OutputGrammar
 from scripts.clients.scripted_model import TOOL_RESULT
 from server.api.connections import HttpConfig, Limits
@@ -27,6 +28,7 @@ from server.engine.engine import Engine
 from server.engine.messages import Generation
 from server.engine.request import Delta, Event, Finished, GenerationRequest, Started
 from tests.support.apps import create_app
+from tests.support.call_writer import written
 
 START_SECONDS = 30.0
 
@@ -39,12 +41,9 @@ class Reply:
     tool: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
 
-    def spelled(self) -> str:
-        """Returns the reply as the model writes it."""
-        if not self.tool:
-            return self.text
-        call = json.dumps({"name": self.tool, "arguments": self.arguments})
-        return f"{self.text}<tool_call>\n{call}\n</tool_call>"
+    def spelled(self, call_format: CallFormat) -> str:
+        """Returns the reply as a model of this format writes it."""
+        return self.text + (written(call_format, [(self.tool, self.arguments)]) if self.tool else "")
 
 
 @dataclass
@@ -57,12 +56,11 @@ class Exchange:
     cached_tokens: int = 0
     reply: list[int] = field(default_factory=list)
 
-    text: str = ""
-    """What the reply says."""
+    said: Reply | None = None
 
     def said_all(self, reply: Reply) -> bool:
         """Whether the model has said this."""
-        return self.text == reply.spelled()
+        return self.said == reply
 
     def known(self) -> NDArray[np.int32]:
         """Returns all tokens that have a state when it is over."""
@@ -76,8 +74,11 @@ class ScriptedEngine:
     number of tool results in its prompt; all others, such as an agent's request for a title, get `aside`.
     """
 
-    def __init__(self, engine: Engine, binder: GrammarCompiler, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self, engine: Engine, binder: GrammarCompiler, decode: Callable[[Sequence[int]], str], call_format: CallFormat
+    ) -> None:
         self._engine = engine
+        self._call_format = call_format
         self._binder = binder
         self._decode = decode
         self.replies: Sequence[Reply] = ()
@@ -104,19 +105,19 @@ class ScriptedEngine:
             self.exchanges.append(exchange)  # open by now, for who waits until it is not
             return generation
         self.exchanges.append(exchange)
-        exchange.text = self._reply_to(self._decode(request.tokens.tolist()))
-        choices = json.dumps([exchange.text])
+        exchange.said = self._reply_to(self._decode(request.tokens.tolist()))
+        choices = json.dumps([exchange.said.spelled(self._call_format)])
         compiled = self._binder.compile(Grammar(GrammarKind.CHOICE, choices))
         bound = replace(request, grammar=OutputGrammar(compiled), thinking=None)
         return _Observed(self._engine.submit(bound), exchange)
 
-    def _reply_to(self, prompt: str) -> str:
+    def _reply_to(self, prompt: str) -> Reply:
         if self.reply is not None:
-            return self.reply(prompt).spelled()
+            return self.reply(prompt)
         if "<tools>" not in prompt or not self.replies:
-            return self.aside
+            return Reply(self.aside)
         num_results = prompt.count(f"{TOOL_RESULT}\n")
-        return self.replies[min(num_results, len(self.replies) - 1)].spelled()
+        return self.replies[min(num_results, len(self.replies) - 1)]
 
     def answered(self) -> list[Exchange]:
         """Returns what clients asked."""
@@ -187,15 +188,19 @@ def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 
 @contextmanager
-def scripted_server(model: Path) -> Iterator[tuple[str, ScriptedEngine]]:
-    """Serves `model` while the block runs; gives its base address and the engine to hand a script to."""
+def scripted_server(model: Path, call_format: CallFormat = HERMES) -> Iterator[tuple[str, ScriptedEngine]]:
+    """Serves `model`, whose calls have this format; gives its base address and the engine to hand a script to."""
     config = ServerConfig(models=(str(model),), cache_memory_bytes=2 * 10**9, name="clients")
     service = open_service(config)
     service.engine.start()
     tokenizer = _tokenizer(model)
     binder = service.model.grammars
     assert binder is not None
-    engine = ScriptedEngine(service.engine, binder, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    engine = ScriptedEngine(service.engine, binder, decode, call_format)
     try:
         with _running(
             _Watched(

@@ -1,17 +1,23 @@
 """What the proofs with coding agents rest on: scripted words over real state."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from openai import OpenAI
 
 from models.names import DEMO_FOLDER
+from models.output.call_formats import find_call_format
+from scripts.clients.__main__ import CALL_FORMATS
 from scripts.clients.agents import AGENTS
 from scripts.clients.packages import BENCHMARKS, PACKAGES, PROGRAMS
+from scripts.clients.scripted_model import call_template
 from scripts.clients.scripted_server import Reply, ScriptedEngine, scripted_server
+from tests.support.call_writer import written
 
 READ: Any = {
     "type": "function",
@@ -70,6 +76,16 @@ def test_other_requests_of_an_agent_get_a_plain_answer(served: tuple[OpenAI, Scr
     engine.begin(SCRIPT)
     answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "A title?"}])
     assert answer.choices[0].message.content == engine.aside
+
+
+@pytest.mark.parametrize("name", CALL_FORMATS)
+def test_a_scripted_model_shows_calls_as_it_writes_them(name: str) -> None:
+    template, arguments = call_template(CALL_FORMATS[name]), {"path": "a\nb", "lines": [1, 2]}
+    environment = ImmutableSandboxedEnvironment()
+    environment.filters["tojson"] = json.dumps
+    rendered = environment.from_string(template).render(name="f", arguments=arguments)
+    assert rendered == written(CALL_FORMATS[name], [("f", arguments)])
+    assert find_call_format((), f"tools {template}") is CALL_FORMATS[name]
 
 
 def test_each_client_has_a_program_or_a_script() -> None:

@@ -531,6 +531,11 @@ def test_arguments_come_as_they_are_written(call_format: CallFormat) -> None:
     assert isinstance(parser.finish(is_complete=True)[-1:] or [ToolCallEnded()], list) and parser.made_calls
 
 
+def test_a_quote_that_may_end_a_text_or_not_merges_no_arguments() -> None:
+    text = r"<|tool_call_start|>[log_event(text='C:\', query='it's')]<|tool_call_end|>"
+    assert read(LFM2, text)[0][:2] == ("cut", "log_event")
+
+
 def test_a_call_that_breaks_stays_in_part_and_what_follows_is_text() -> None:
     for broken, part, rest in (
         ('{"name": "read", "arguments": {"path": "a", oops}}', '{"path": "a', " oops}}</tool_call> so"),
