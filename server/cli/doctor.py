@@ -87,13 +87,22 @@ def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | 
             checkups += [] if session is None else [checkup_of(session)]
         refused = [{name: told[name] for name in REFUSED} for told in listed["refused"]]
         memory = server.get("/v1/stats", query)["memory"]
-        kept_bytes, pressure = memory["idle_limit_bytes"], str(memory["pressure"])
+        notes = list(_memory_notes(memory["pressure"], memory["idle_limit_bytes"], memory.get("all_models_bytes")))
     except (KeyError, TypeError, ValueError) as error:
         raise StartError(f"the sessions of {server.url} are told in a way that this version cannot read") from error
-    if kept_bytes is None:
-        return checkups, refused, []
-    kept = f"Idle state is cut to {size_text(kept_bytes)} until it has enough."
-    return checkups, refused, ["", printable(f"Memory of the machine: {pressure}. {kept}")]
+    return checkups, refused, notes
+
+
+def _memory_notes(pressure: str, kept_bytes: int | None, all_models_bytes: int | None) -> Iterator[RenderableType]:
+    if kept_bytes is not None:
+        kept = f"Idle state is cut to {size_text(kept_bytes)} until it has enough."
+        yield from ("", printable(f"Memory of the machine: {pressure}. {kept}"))
+    if all_models_bytes is not None:
+        needed = f"--cache-memory {-(-all_models_bytes // 10**6)}MB"
+        yield from (
+            "",
+            f"Models are loaded one at a time, for want of memory for state: start the server with {needed}.",
+        )
 
 
 def _examine_file(path: Path, model: str | None) -> Examined:

@@ -53,7 +53,7 @@ from server.cli.bench import kernels_text
 from server.cli.keys import interruptible
 from server.cli.watchdog import Hangs, Watchdog
 from server.pool.catalog import Catalog
-from server.pool.memory import SMALLEST_PART_BYTES, PoolSettings
+from server.pool.memory import PoolSettings, cache_memory_for_all
 from server.pool.names import parse_alias, parse_keep_alive
 from server.pool.pool import ModelPool
 
@@ -94,8 +94,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     if service.wiring.is_possible:
         yield "wired", f"{size_text(service.wiring.wired_bytes)}, which macOS does not page out (--no-wire-weights)"
     yield "cache", _cache_text(service, config)
-    needed_bytes = SMALLEST_PART_BYTES * len(config.models)
-    if len(config.models) > 1 and config.cache_memory_bytes is not None and config.cache_memory_bytes < needed_bytes:
+    if needed_bytes := cache_memory_for_all(len(config.models), config.cache_memory_bytes):
         yield "", f"not for all models at once: --cache-memory {-(-needed_bytes // 10**6)}MB is"
     yield "rest", _rest_text(service)
     for other in around.others:

@@ -24,6 +24,12 @@ FLOOR_PART = 4
 """One part in so many: floors of idle and unloaded models, and a step of growth."""
 
 
+def cache_memory_for_all(num_models: int, given_bytes: int | None) -> int | None:
+    """The least `--cache-memory` with which all models are loaded at once; None if there is enough."""
+    needed_bytes = SMALLEST_PART_BYTES * num_models
+    return needed_bytes if num_models > 1 and given_bytes is not None and given_bytes < needed_bytes else None
+
+
 @dataclass
 class PoolMemory:
     """Limits of all models together."""

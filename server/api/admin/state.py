@@ -31,6 +31,7 @@ from server.api.wire import JsonBody, body_of, number_asked, sse_comment
 from server.app.keys import KeyRing
 from server.engine.commands import forget_session
 from server.engine.request import DraftStats, EngineStats, EngineStopped, RequestCounts
+from server.pool.memory import cache_memory_for_all
 from server.pool.names import ModelSource
 
 
@@ -163,6 +164,8 @@ class MemoryBody(TypedDict):
 
     pressure: str
     idle_limit_bytes: int | None
+    all_models_bytes: NotRequired[int]
+    """The least `--cache-memory` for all models at once, where there is less."""
 
 
 class StatsBody(TypedDict):
@@ -188,7 +191,10 @@ async def get_stats(request: Request) -> Response:
     """Tells what the server is doing."""
     context = context_of(request)
     namespace = listed_namespace(request)
-    now, limit = time.monotonic(), context.pool.budgets.idle_limit
+    now, limit, config = time.monotonic(), context.pool.budgets.idle_limit, context.config
+    memory: MemoryBody = {"pressure": limit.level.name.lower(), "idle_limit_bytes": limit.max_bytes}
+    if all_models_bytes := cache_memory_for_all(len(config.models), config.cache_memory_bytes):
+        memory["all_models_bytes"] = all_models_bytes
     body: StatsBody = {
         "object": "stats",
         "time": round(time.time(), 3),
@@ -196,7 +202,7 @@ async def get_stats(request: Request) -> Response:
         "version": metadata.version("mlx-serve"),
         "uptime_seconds": round(now - context.started, 1),
         "scope": "all" if namespace is None else "namespace",
-        "memory": {"pressure": limit.level.name.lower(), "idle_limit_bytes": limit.max_bytes},
+        "memory": memory,
         "models": [_model_body(context, model_id, one.stats()) for model_id, one in context.pool.engines.items()],
         "loading": [{"id": model_id, "step": step} for model_id, step in context.pool.loading.items()],
         "requests": [_request_body(one, now) for one in context.activity.open_requests(namespace)],

@@ -309,6 +309,14 @@ def test_a_machine_that_is_short_of_memory_is_told(capsys: pytest.CaptureFixture
     )
 
 
+def test_too_little_memory_for_all_models_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for num_bytes, is_told in ((10**8, True), (135 * 10**6, False)):
+        config = ServerConfig(models=("a", "b"), cache_memory_bytes=num_bytes)
+        with running(create_app(FakeEngine(), fake_model(), config)) as url:
+            _, lines, _ = doctor(capsys, url)
+        assert " ".join(lines).endswith("start the server with --cache-memory 135MB.") == is_told
+
+
 def test_another_program_that_stands_first_on_the_path_is_told(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
