@@ -217,7 +217,7 @@ def test_a_tool_of_a_namespace(client: openai.OpenAI, engine: FakeEngine, render
 
 
 def test_a_failed_call_is_text_and_nothing_ends_it(client: openai.OpenAI, engine: FakeEngine) -> None:
-    engine.script = Script(('Hm. <tool_call>{"name": "get_weather", "arguments": {"a": 1', "}</tool_call>"))
+    engine.script = Script(('Hm. <tool_call>{"name": "unknown", "arguments": {"a": 1', "}}</tool_call>"))
     events: list[Any] = list(client.responses.create(model="tiny", input="Hi", tools=TOOLS, stream=True))
     done = [event.item.type for event in events if event.type == "response.output_item.done"]
     assert "function_call" not in done
