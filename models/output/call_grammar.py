@@ -26,7 +26,7 @@ _IGNORED: Final = frozenset({"$schema", "$id", "$defs", "definitions", "x-guidan
 
 
 @dataclass(frozen=True)
-class Tool:
+class BoundTool:
     """A function that may be called, and the checked schema of its arguments."""
 
     name: str
@@ -59,7 +59,7 @@ class Tool:
 class CallGrammar:
     """The grammars of one format's calls to some tools."""
 
-    def __init__(self, form: CallFormat, tools: Sequence[Tool], spell: Callable[[str], str]) -> None:
+    def __init__(self, form: CallFormat, tools: Sequence[BoundTool], spell: Callable[[str], str]) -> None:
         """`spell` returns a text as Lark has it: special tokens by number, all else in quotes; "" for no text."""
         self._form, self._tools, self._spell = form, tools, spell
         self._before, _, self._behind = form.head.partition("{}")
@@ -109,7 +109,7 @@ class CallGrammar:
     # -- arguments
 
     def _members(
-        self, number: int, tool: Tool, begin: str, values: Mapping[str, str], between: str, end: str
+        self, number: int, tool: BoundTool, begin: str, values: Mapping[str, str], between: str, end: str
     ) -> Iterator[str]:
         """Rules of arguments: each of `values` once, with `between` between two, and `end` behind the last."""
         required, optional = tool.required(), [name for name in values if name not in tool.required()]
@@ -127,7 +127,7 @@ class CallGrammar:
         left = f"%if not(is_ones([0:{len(bits)}]))"
         yield f"m{number}::_ : {between} a{number}::_ {left}\n | {end} {done}"
 
-    def _object(self, body: Literal, number: int, tool: Tool, begin: str) -> Iterator[str]:
+    def _object(self, body: Literal, number: int, tool: BoundTool, begin: str) -> Iterator[str]:
         """A call whose arguments are one literal."""
         members, closed = tool.members, self._spell(body.close + self._end)
         begin_object = self._spell(body.open)
@@ -170,7 +170,7 @@ class CallGrammar:
         yield f"PIECE: /<[^<]*/ & ~/{tag}{line}/"
         yield f"OTHER: /<[^<]*/ & ~/({others})(?s:.*)/"
 
-    def _tagged(self, body: Tags, number: int, tool: Tool, begin: str) -> Iterator[str]:
+    def _tagged(self, body: Tags, number: int, tool: BoundTool, begin: str) -> Iterator[str]:
         key, _, behind = body.key.partition("{}")
         end, end_tag, members = self._spell(self._end), self._spell(body.end), tool.members
         if members is None:
@@ -186,7 +186,7 @@ class CallGrammar:
         values = {name: f"{self._spell(key)} v{number}_{bit}" for bit, name in enumerate(members)}
         yield from self._members(number, tool, begin, values, "", end)
 
-    def _written(self, body: Tags, schema: Any, tool: Tool) -> Iterator[tuple[str, str]]:
+    def _written(self, body: Tags, schema: Any, tool: BoundTool) -> Iterator[tuple[str, str]]:
         """How a value may be written: the kind in its tag, and its rule."""
         types, kinds = types_of(schema, tool.schema), dict(body.kinds)
         texts = schema.get("enum") if isinstance(schema, Mapping) else None
@@ -199,7 +199,7 @@ class CallGrammar:
             yield from self._of_kinds(kinds, types, schema, tool)
 
     def _of_kinds(
-        self, kinds: Mapping[str, str], types: frozenset[str], schema: Any, tool: Tool
+        self, kinds: Mapping[str, str], types: frozenset[str], schema: Any, tool: BoundTool
     ) -> Iterator[tuple[str, str]]:
         by_kind: dict[str, list[str]] = {}
         for one in types or {"string", "number", "boolean", "array", "object", "null"}:
@@ -230,7 +230,7 @@ class CallGrammar:
         yield f"named: NAME {self._spell(body.assign)} any"
         yield r"NAME: /[\w$][\w.$-]*/"
 
-    def _literal(self, body: Literal, schema: Any, tool: Tool) -> str:
+    def _literal(self, body: Literal, schema: Any, tool: BoundTool) -> str:
         is_python, types = body.assign == "=", types_of(schema, tool.schema)
         options = schema.get("enum") if isinstance(schema, Mapping) else None
         if isinstance(options, list) and options and not any(isinstance(one, list | dict) for one in options):

@@ -34,7 +34,7 @@ from models.texts import read_object, well_formed
 
 logger = logging.getLogger(__name__)
 
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
+DeclaredTools: TypeAlias = Sequence[Mapping[str, Any]]
 """Functions as OpenAI's bodies have them."""
 
 
@@ -42,7 +42,7 @@ class CallReader(OutputParser):
     """Reads one answer, or one thought."""
 
     def __init__(
-        self, call_format: CallFormat, tools: Tools, *, is_forced: bool = False, in_thought: bool = False
+        self, call_format: CallFormat, tools: DeclaredTools, *, is_forced: bool = False, in_thought: bool = False
     ) -> None:
         """`is_forced`: what is no call is dropped. `in_thought`: only calls at the very end are calls."""
         super().__init__()
@@ -320,7 +320,7 @@ class HarmonyReader(CallReader):
     its body the JSON text of arguments.
     """
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: DeclaredTools) -> None:
         super().__init__(HARMONY, tools)
         self._has_said = False
         self._thought = ""
@@ -389,7 +389,7 @@ class HarmonyReader(CallReader):
 class CallWatch:
     """Tells when an answer's first call ends."""
 
-    def __init__(self, call_format: CallFormat, tools: Tools) -> None:
+    def __init__(self, call_format: CallFormat, tools: DeclaredTools) -> None:
         """For a format whose calls have an end marker."""
         self.is_complete = False
         self._format, self._tools, self._text = call_format, tools, ""

@@ -81,7 +81,7 @@ class CompiledGrammar(Protocol):
 
 
 @dataclass(frozen=True)
-class Opener:
+class CallOpener:
     """What opens calls in an answer that is free text elsewhere."""
 
     pattern: re.Pattern[str]
@@ -99,7 +99,7 @@ class OutputGrammar:
     """Begins reasoning before the answer, if anything may."""
     begun: str = ""
     forces_calls: bool = False
-    opener: Opener | None = None
+    opener: CallOpener | None = None
     """Set if the grammar is that of a call, from behind the opener to the call's end."""
 
 

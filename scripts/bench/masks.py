@@ -16,7 +16,7 @@ from typing import Any
 
 from models.inference.grammar import GrammarCompiler
 from models.output.call_formats import FORMATS, HARMONY, CallFormat
-from models.output.call_grammar import CallGrammar, Tool
+from models.output.call_grammar import BoundTool, CallGrammar
 from models.output.grammar import Grammar, GrammarKind, TokenMatcher, allows
 from tests.support.call_writer import written
 
@@ -39,13 +39,13 @@ _SPECIAL = ("<|", "<｜", "[TOOL", "[ARGS", "<tool", "</tool", "<arg", "</arg")
 _LINE = "{:16}" + "{:>10}" * 6
 
 
-def tools() -> Iterator[Tool]:
+def tools() -> Iterator[BoundTool]:
     """One that writes a file, and others as of agents with several servers of tools."""
     kinds = {"path": _KINDS[0], "content": _KINDS[0], "num_lines": _KINDS[1], "mode": {"enum": ["create", "append"]}}
-    yield Tool("write_file", _schema({**kinds, "edits": {"type": "array", "items": {"type": "integer"}}}))
+    yield BoundTool("write_file", _schema({**kinds, "edits": {"type": "array", "items": {"type": "integer"}}}))
     for number in range(NUM_TOOLS - 1):
         own = {f"arg_{place}": _KINDS[(number + place) % len(_KINDS)] for place in range(2 + number % 7)}
-        yield Tool(f"mcp__server{number % 7}__tool_{number}", _schema(own))
+        yield BoundTool(f"mcp__server{number % 7}__tool_{number}", _schema(own))
 
 
 def _schema(properties: dict[str, Any]) -> dict[str, Any]:

@@ -21,13 +21,13 @@ from models.errors import GrammarFailed, InvalidGrammar, TokenizerFailed
 from models.inference.sampling_params import MAX_WINDOW, SamplingParams, check, settled
 from models.output.call_formats import HARMONY, MISTRAL, CallFormat
 from models.output.call_grammar import ANY_OBJECT as ANY_ARGUMENTS
-from models.output.call_grammar import CallGrammar, Tool
+from models.output.call_grammar import BoundTool, CallGrammar
 from models.output.grammar import (
     JSON_KINDS,
     JSON_STYLE,
+    CallOpener,
     Grammar,
     GrammarKind,
-    Opener,
     OutputGrammar,
     close_objects,
     describes_members,
@@ -60,7 +60,7 @@ class AnswerGrammar:
     begun: str = ""
     """The answer's beginning, if the prompt holds it."""
     forces_calls: bool = False
-    opener: Opener | None = None
+    opener: CallOpener | None = None
     """Set if each call is bound from there on, and nothing else."""
 
 
@@ -316,12 +316,12 @@ def bound_calls(model: ServedModel, functions: Functions, binds: str) -> AnswerG
     return replace(_lark("tools", *calls.lazy()), opener=_opener(model, form, *calls.opener()))
 
 
-def _opener(model: ServedModel, form: CallFormat, text: str, letter: str) -> Opener:
+def _opener(model: ServedModel, form: CallFormat, text: str, letter: str) -> CallOpener:
     """One in quotes is of the text; one that is no token is followed by what begins a call."""
     token = None if model.grammars is None else model.grammars.token_of(text)
     spellings = "|".join(re.escape(one) for one in (text, *(alias for alias, _ in form.aliases)))
     behind = "()" if token is not None else rf"(\s*{re.escape(letter)}.*)"
-    return Opener(re.compile(rf"(?<!['\"`])(?:{spellings}){behind}", re.DOTALL), token)
+    return CallOpener(re.compile(rf"(?<!['\"`])(?:{spellings}){behind}", re.DOTALL), token)
 
 
 def _lark(param: str, *lines: str) -> AnswerGrammar:
@@ -345,14 +345,14 @@ def _calls(model: ServedModel, functions: Functions, param: str) -> CallGrammar:
     raise wrong(param, why, Code.UNSUPPORTED_PARAMETER)
 
 
-def _tool(grammars: "GrammarCompiler", function: Mapping[str, Any]) -> Tool:
+def _tool(grammars: "GrammarCompiler", function: Mapping[str, Any]) -> BoundTool:
     """With its schema if that can be bound, else with any object."""
     schema, is_strict = close_objects(_parameters(function)), _is_strict(function)
     for strictly in (True, False) if is_strict else (False,):
         kind = GrammarKind.JSON_SCHEMA if strictly else GrammarKind.LENIENT_JSON_SCHEMA
         if grammars.accepts(f"the schema of the tool {function['name']!r}", Grammar(kind, json.dumps(schema))):
-            return Tool(function["name"], schema, strictly)
-    return Tool(function["name"], ANY_ARGUMENTS)
+            return BoundTool(function["name"], schema, strictly)
+    return BoundTool(function["name"], ANY_ARGUMENTS)
 
 
 def _is_strict(function: Mapping[str, Any]) -> bool:

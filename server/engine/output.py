@@ -14,7 +14,7 @@ from typing import Protocol
 
 from models.errors import GrammarFailed
 from models.output.call_reader import CallWatch
-from models.output.grammar import MaskWords, Opener, OutputGrammar, allows
+from models.output.grammar import CallOpener, MaskWords, OutputGrammar, allows
 from models.output.pieces import MarkerSearch, ReasoningWatch, TokenLogprob
 from server.engine.request import Delta, FinishReason, GenerationRequest, LoopRule
 
@@ -117,7 +117,7 @@ _MAX_OPENER = 256
 class CallConstraint(GrammarConstraint):
     """Binds each call of an answer from behind its opener to its end. A grammar that fails lets its call go free."""
 
-    def __init__(self, grammar: OutputGrammar, opener: Opener) -> None:
+    def __init__(self, grammar: OutputGrammar, opener: CallOpener) -> None:
         super().__init__(replace(grammar, begun=""), None)
         self.is_binding = False
         self._compiled, self._opener = grammar.compiled, opener

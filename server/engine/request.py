@@ -27,7 +27,7 @@ from cache.snapshots import RestorePoint
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.inference.sampling_params import SamplingParams
 from models.output.call_formats import CallFormat
-from models.output.call_reader import Tools
+from models.output.call_reader import DeclaredTools
 from models.output.grammar import OutputGrammar
 from models.output.pieces import Thinking, TokenLogprob
 from models.prompt.shapes import NO_OUTLINE, Outline
@@ -108,7 +108,7 @@ class GenerationRequest(GenerationOptions):
     """Any other request ends this one."""
     thinking: Thinking | None = None
     """None where reasoning cannot be told apart."""
-    single_call: tuple[CallFormat, Tools] | None = None
+    single_call: tuple[CallFormat, DeclaredTools] | None = None
     """What calls are read by, where the output ends after the first one."""
     grammar: OutputGrammar | None = None
     """The grammar of the answer behind its reasoning."""

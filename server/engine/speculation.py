@@ -47,11 +47,11 @@ class Choice(NamedTuple):
         return self.tokens / self.cost
 
 
-Options: TypeAlias = Sequence[Sequence[tuple[float, float]]]
+DraftOptions: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 """For each call, by length of its draft: the drafted tokens expected to be accepted, and the expected cost."""
 
 
-def choose(options: Options, rest: Sequence[float], num_rows: int) -> Choice | None:
+def choose(options: DraftOptions, rest: Sequence[float], num_rows: int) -> Choice | None:
     """The lengths with the most tokens per second; None if no drafts are faster.
 
     `rest` holds, by number, the cost of that many calls without drafts. At a given price of a plain step, in tokens,
@@ -71,7 +71,7 @@ def choose(options: Options, rest: Sequence[float], num_rows: int) -> Choice | N
         best, price = choice, choice.speed
 
 
-def _best_at_price(price: float, options: Options, rest: Sequence[float], num_rows: int) -> Choice | None:
+def _best_at_price(price: float, options: DraftOptions, rest: Sequence[float], num_rows: int) -> Choice | None:
     """The lengths with the most tokens beyond the price of their cost; None without drafts."""
     values = [[tokens - price * cost for tokens, cost in call] for call in options]
     ranked = sorted(((max(call), place) for place, call in enumerate(values) if call), reverse=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from models.output.call_formats import HARMONY, CallFormat
-from models.output.call_reader import CallReader, HarmonyReader, Tools
+from models.output.call_reader import CallReader, DeclaredTools, HarmonyReader
 from models.output.pieces import (
     OutputParser,
     Piece,
@@ -19,7 +19,7 @@ from models.output.pieces import (
 )
 
 
-def parser_of(call_format: CallFormat, tools: Tools) -> OutputParser:
+def parser_of(call_format: CallFormat, tools: DeclaredTools) -> OutputParser:
     """The parser of an answer without reasoning, or in channels."""
     return HarmonyReader(tools) if call_format is HARMONY else CallReader(call_format, tools)
 

@@ -12,7 +12,7 @@ from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.output.call_formats import GLM, CallFormat
-from models.output.call_reader import Tools
+from models.output.call_reader import DeclaredTools
 from server.engine.request import Delta, Event, Failed, Finished, GenerationRequest, Started
 from server.engine.sequence import EngineState
 from server.engine.worker import Worker
@@ -164,7 +164,7 @@ class Harness:
         raise AssertionError("the engine made no progress")
 
 
-def single_call(tokens: Sequence[int], start: int, stop: int) -> tuple[CallFormat, Tools]:
+def single_call(tokens: Sequence[int], start: int, stop: int) -> tuple[CallFormat, DeclaredTools]:
     """A format in which `tokens`, whose texts are numbers, call a tool between two places."""
     name = " ".join(map(str, tokens[start + 1 : stop]))
     return replace(GLM, open=f"{tokens[start]} ", close=f"{tokens[stop]} "), [{"function": {"name": name}}]

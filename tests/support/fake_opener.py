@@ -17,7 +17,7 @@ WAIT_SECONDS = 120.0
 
 @dataclass
 class FakeOpener:
-    """Satisfies `Opener`. Its models are named by their ids and know nothing."""
+    """Satisfies `CallOpener`. Its models are named by their ids and know nothing."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     """Weights in bytes by id; 1 where nothing is said."""

@@ -43,7 +43,7 @@ MAX_PAGE_BYTES: Final = 1 << 24
 ITEM_BYTES: Final = 256
 """What keeping an item or a response takes, besides its JSON."""
 Kind: TypeAlias = Literal["response", "conversation"]
-Row: TypeAlias = tuple[str, bytes]
+StoredRow: TypeAlias = tuple[str, bytes]
 """An item's id and JSON."""
 
 
@@ -94,16 +94,16 @@ class PageWish(NamedTuple):
 class Page(NamedTuple):
     """Some items of a longer list."""
 
-    rows: Sequence[Row]
+    rows: Sequence[StoredRow]
     has_more: bool
 
 
-def rows_of(items: Sequence[Item]) -> list[Row]:
+def rows_of(items: Sequence[Item]) -> list[StoredRow]:
     """Items as they are kept."""
     return [(item["id"], json_text(item).encode()) for item in items]
 
 
-def num_bytes_of(rows: Sequence[Row]) -> int:
+def num_bytes_of(rows: Sequence[StoredRow]) -> int:
     """What rows count for."""
     return sum(ITEM_BYTES + len(item_id) + len(text) for item_id, text in rows)
 
@@ -343,7 +343,7 @@ class ResponseStore:
                 asked["age"], asked["place"] = found
             behind = f"WHERE (age, place) {sign} (:age, :place)" if wish.after else ""
             statement = f"{listed} SELECT place FROM listed {behind} {in_order} LIMIT {wish.limit + 1}"
-            places, rows, num_bytes = database.execute(statement, asked).fetchall(), list[Row](), 0
+            places, rows, num_bytes = database.execute(statement, asked).fetchall(), list[StoredRow](), 0
             for place in places[: wish.limit]:
                 row = database.execute("SELECT id, item FROM items WHERE place = ?", place).fetchone()
                 num_bytes += len(row[1])
@@ -482,7 +482,9 @@ def _thread(database: _Database, namespace: str, kind: Kind, name: str) -> int:
     return int(thread)
 
 
-def _add(database: _Database, thread: int, response: int | None, rows: Sequence[Row], num_input: int = 0) -> None:
+def _add(
+    database: _Database, thread: int, response: int | None, rows: Sequence[StoredRow], num_input: int = 0
+) -> None:
     for start in range(0, len(rows), _ROWS_PER_STEP):
         part = rows[start : start + _ROWS_PER_STEP]
         told = ((thread, response, at >= num_input, *row) for at, row in enumerate(part, start))

@@ -10,7 +10,7 @@ import pytest
 
 from models.inference.grammar import GrammarCompiler
 from models.output.call_formats import FORMATS, HARMONY, CallFormat, Tags
-from models.output.call_grammar import ANY_OBJECT, CallGrammar, Tool
+from models.output.call_grammar import ANY_OBJECT, BoundTool, CallGrammar
 from models.output.call_reader import CallReader
 from models.output.call_values import types_of
 from models.output.grammar import Grammar, GrammarKind, allows
@@ -35,7 +35,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "now": {},
 }
 TOOLS = [
-    Tool(
+    BoundTool(
         name,
         {
             "type": "object",
@@ -61,7 +61,7 @@ def compiler() -> GrammarCompiler:
 
 @functools.cache
 def compiled(form: CallFormat, is_lazy: bool, with_any: bool = False) -> Any:
-    tools = [*TOOLS, Tool("other", ANY_OBJECT)] if with_any else TOOLS
+    tools = [*TOOLS, BoundTool("other", ANY_OBJECT)] if with_any else TOOLS
     grammar = CallGrammar(form, tools, compiler().spell)
     lines = grammar.lazy() if is_lazy else ["start: calls", *grammar.forced(is_single=False)]
     return compiler().compile(Grammar(GrammarKind.LARK, "\n".join(lines)))

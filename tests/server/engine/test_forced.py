@@ -16,7 +16,7 @@ from models.inference.grammar import GrammarCompiler, _LlguidanceMatcher
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import load
-from models.output.grammar import Grammar, GrammarKind, Opener, OutputGrammar, allows
+from models.output.grammar import CallOpener, Grammar, GrammarKind, OutputGrammar, allows
 from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.request import DraftSource, Finished
 from server.engine.speculation import Drafting, Speculation
@@ -168,7 +168,7 @@ def test_calls_are_bound_alike_whether_steps_overlap_and_with_drafts(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sample drawn before a row was bound is drawn again: of its own key, behind its own penalties."""
-    opener = Opener(re.compile(r"\b\d*[015] ()"))
+    opener = CallOpener(re.compile(r"\b\d*[015] ()"))
     grammar, speculation, found = replace(bound(name, "regex", None), opener=opener), Priced(), list[Any]()
     for overlaps in (True, False):
         monkeypatch.setattr(fake_runner, "OVERLAPS", overlaps)

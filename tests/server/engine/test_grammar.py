@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from models.inference.sampling_params import SamplingParams
-from models.output.grammar import Opener, OutputGrammar
+from models.output.grammar import CallOpener, OutputGrammar
 from models.output.pieces import ReasoningFormat, Thinking
 from server.api.errors import as_api_error
 from server.engine.request import AnswerUnbound, Failed, FinishReason
@@ -164,7 +164,7 @@ def test_bound_rows_that_waited_for_memory_go_on_where_they_were() -> None:
 
 
 OPENERS = [11, 23, 37, 41]
-CALLS = OutputGrammar(Circle(num_tokens=4), opener=Opener(re.compile(rf"\b(?:{'|'.join(map(str, OPENERS))}) ()")))
+CALLS = OutputGrammar(Circle(num_tokens=4), opener=CallOpener(re.compile(rf"\b(?:{'|'.join(map(str, OPENERS))}) ()")))
 
 
 def calls_reference(prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -216,8 +216,8 @@ def test_a_row_holds_up_the_pipeline_only_while_a_call_is_open() -> None:
 def test_the_token_of_an_opener_opens_a_call_and_its_text_does_not() -> None:
     harness, prompt = Harness(), prompt_of(1, 20)
     free = reference(prompt, 40, ignore_eos=True)
-    by_token = OutputGrammar(Circle(num_tokens=4), opener=Opener(re.compile(rf"{free[5]} ()"), token=free[5]))
-    by_other = OutputGrammar(Circle(num_tokens=4), opener=Opener(re.compile(rf"{free[5]} ()"), token=VOCABULARY))
+    by_token = OutputGrammar(Circle(num_tokens=4), opener=CallOpener(re.compile(rf"{free[5]} ()"), token=free[5]))
+    by_other = OutputGrammar(Circle(num_tokens=4), opener=CallOpener(re.compile(rf"{free[5]} ()"), token=VOCABULARY))
     bound = harness.submit(prompt, max_tokens=40, ignore_eos=True, grammar=by_token)
     other = harness.submit(prompt, max_tokens=40, ignore_eos=True, grammar=by_other)
     harness.run()
