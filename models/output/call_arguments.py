@@ -45,7 +45,7 @@ class ArgumentReader:
         self.is_held = False
         """Nothing of the open call may be given out yet."""
         self.repairs: list[str] = []
-        """What was mended in the open call."""
+        """Names of the repairs made in the open call."""
         self._waiting = ""
         self._taken: list[str] = []
 
@@ -83,7 +83,7 @@ class ArgumentReader:
 
     @property
     def written(self) -> str:
-        """What is read since `begin`."""
+        """All text read since `begin`."""
         return "".join((*self._taken, self.text[: self.pos])).rstrip(OVER)
 
     def mend(self, what: str) -> None:

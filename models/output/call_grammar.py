@@ -1,9 +1,9 @@
 """The Lark grammar of calls, from a format's description and the declared tools. Pure.
 
-An argument stands there once, in any order (that of the schema in JSON of strict tools, as OpenAI has it), and all
-required ones do. Values follow their schemas: a text between
-tags, or in quotes without escapes, is any text, and ends where the reader of calls ends it. White space is that of
-the template, but behind a text, where other white space would be of the text.
+A call holds each required argument once and each other argument at most once, in any order. The JSON of strict tools
+keeps the schema's order, as OpenAI has it. Values follow their schemas. A text between tags, or in quotes without
+escapes, is any text, and ends where the reader of calls ends it. White space is the template's; after a text, other
+white space would belong to the text.
 
 Masks are cheap where a token's text is looked up in few lexemes: no lexeme here is lazy, and a text is cut before
 each `<`. `llguidance` counts arguments in bits (`a::0x0`, `set_bit`), of which there are 64.

@@ -232,7 +232,7 @@ class ReasoningParser(OutputParser):
 
     @property
     def call_counts(self) -> Counter[str]:
-        """Those of answer and reasoning."""
+        """Calls by outcome, of the answer and of the reasoning together."""
         return self._answer.call_counts + self._thought.call_counts
 
     def _noted(self, pieces: list[Piece]) -> list[Piece]:

@@ -117,7 +117,7 @@ Whole = Annotated[int, BeforeValidator(as_whole)]
 
 
 class FormatBody(BodyModel):
-    """A format of an answer. Its schema stands beside the type, in `json_schema`, or is that."""
+    """A format of an answer. Its schema stands beside `type`, or in `json_schema`, or `json_schema` is the schema."""
 
     @model_validator(mode="before")
     @classmethod

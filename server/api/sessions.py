@@ -254,7 +254,7 @@ def resolve_session_id(body: Mapping[str, Any], headers: Mapping[str, str]) -> s
 
 
 def resolve_line(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-    """The session's name, and behind it that of a line of its own, if any; raises InvalidParameter.
+    """`SESSION/LINE` for a request with a line of its own, else the session's name; raises InvalidParameter.
 
     Sub-agents, titles, reviews and compactions say what they are, and continue none of the session's own turns.
     """

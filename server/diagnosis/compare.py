@@ -318,7 +318,7 @@ class _MessageDiff:
         return Cause.EXAMPLES if self._are_examples(i1, i2, j1, j2) else None
 
     def _are_examples(self, i1: int, i2: int, j1: int, j2: int) -> bool:
-        """Whether questions and their replies make way for others, and what was said behind them stays."""
+        """Whether example questions and replies were replaced, and all messages after them are the same."""
         ours, theirs = self._ours[i1:i2], self._theirs[j1:j2]
         is_exchange = len(ours) == len(theirs) > 1 and all(
             one.role == other.role == role

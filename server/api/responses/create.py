@@ -442,7 +442,7 @@ class _ResponseExchange(Exchange):
         return {"type": f"response.{self._response['status']}", "response": self._response}
 
     async def _keep(self, conversation_id: str | None = None) -> None:
-        """Stores the response, or says in it that it is not stored, or that it is in no conversation any more."""
+        """Stores the response. A response that is not stored, or whose conversation is gone, says so."""
         try:
             if not await self._save(conversation_id):
                 self._response = {**self._response, "conversation": None}
