@@ -1,18 +1,24 @@
 """What was found out about architectures, as lines and as a page of the docs. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from scripts.architectures.configs import NOT_BUILT, NOTES
 
-TITLES = ("loads", "restored = cold", "together = alone", "cancelled", "paged", "disk")
-
 _HEAD = """\
 # Architectures
 
-Every architecture of mlx-lm {version}, built tiny with seeded weights, and tested for what this server needs of a
-model. `make architectures` makes this page, also for another version of mlx-lm.
+{passed} of the {all} architectures of mlx-lm {version} pass every [check](#checks): they are built tiny, with seeded
+weights, and tested for what this server needs of a model. A model's `config.json` names its architecture as
+`model_type`.
+
+"""
+
+_CHECKS = """
+## Checks
+
+`make architectures` runs them and makes this page, also for another version of mlx-lm.
 
 - **loads**: saved to a folder and loaded by the server's loader, the model gives the same logits.
 - **restored = cold**: an answer from restored state, continued or forked, equals the answer without a cache.
@@ -22,9 +28,6 @@ model. `make architectures` makes this page, also for another version of mlx-lm.
 - **cancelled**: a prompt is answered correctly after its first request was cancelled half-way.
 - **paged**, **disk**: a conversation is restored from memory after another one took its slot, and from disk after a
   restart.
-- **sharded**: split over two processes by tensor parallelism, the model gives the same logits; *none* if mlx-lm has
-  no code for that. The server itself runs a model in one process.
-
 """
 
 
@@ -53,41 +56,45 @@ class Result:
         told = "; ".join(f"{title}: {reason}" for title, reason in self.reasons.items())
         return f"{self.name}: {told or ', '.join(self.results.values())}"
 
-    def row(self) -> list[str]:
-        """Returns its cells of the table."""
-        sharded = self.told_of_shards if self.shards else "none"
-        return [
-            f"`{self.name}`",
-            ", ".join(self.caches),
-            *(self.results.get(title, "no") for title in TITLES),
-            sharded,
-        ]
+    @property
+    def kind(self) -> tuple[str, str]:
+        """What it shares with others in the table: the classes of its caches, and how its rows are decoded."""
+        return ", ".join(self.caches), self.results.get("together = alone", "no")
 
 
 def page(results: Sequence[Result]) -> str:
     """Returns the page, as Markdown."""
-    num_passed = sum(result.is_passed for result in results)
-    return _HEAD.format(version=version("mlx-lm")) + "\n".join(_body(results, num_passed)) + "\n"
+    return "\n".join(_body(results)) + "\n"
 
 
-def _body(results: Sequence[Result], num_passed: int) -> Iterator[str]:
-    yield f"{num_passed} of {len(results) + len(NOT_BUILT)} pass every check."
-    yield ""
-    yield _cells(["architecture", "caches", *TITLES, "sharded"])
-    yield _cells(["---"] * (len(TITLES) + 3))
-    for result in results:
-        yield _cells(result.row())
+def _body(results: Sequence[Result]) -> Iterator[str]:
+    passed = [result for result in results if result.is_passed]
     failed = [result for result in results if not result.is_passed]
+    counts = {"passed": len(passed), "all": len(results) + len(NOT_BUILT)}
+    yield _HEAD.format(version=version("mlx-lm"), **counts).rstrip("\n")
+    yield from ("", "| caches of its layers | rows are decoded | architectures |", "| --- | --- | --- |")
+    for kind in sorted({result.kind for result in passed}):
+        yield f"| {' | '.join(kind)} | {_names(result for result in passed if result.kind == kind)} |"
+    shards = [result for result in results if result.shards]
+    split = [result for result in shards if result.told_of_shards == "yes"]
+    yield from ("", f"Split over two processes by tensor parallelism, with equal logits: {_names(split)}.")
+    if not_split := _names(result for result in shards if result.told_of_shards != "yes"):
+        yield f"Not with equal logits, or not tried: {not_split}."
+    yield "mlx-lm cannot split the others. The server itself runs a model in one process."
+    yield _CHECKS.rstrip("\n")
     if failed:
         yield from ("", "## What does not work", "")
-        for result in failed:
-            told = [f"{title}: {reason}" for title, reason in result.reasons.items()]
-            note = f" ({NOTES[result.name]})" if result.name in NOTES else ""
-            yield f"- `{result.name}`, {'; '.join(told)}{note}"
+        yield from map(_failure, failed)
     yield from ("", "## Not built here", "")
     for name, reason in NOT_BUILT.items():
         yield f"- `{name}`: {reason}."
 
 
-def _cells(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _names(results: Iterable[Result]) -> str:
+    return ", ".join(f"`{result.name}`" for result in results)
+
+
+def _failure(result: Result) -> str:
+    reasons = [f"{title}: {reason}" for title, reason in result.reasons.items()]
+    note = f" ({NOTES[result.name]})" if result.name in NOTES else ""
+    return f"- `{result.name}`, {'; '.join(reasons)}{note}"
