@@ -25,7 +25,7 @@ from server.api.record import Arrival, OpenRequest, RequestRecord, counts_of
 from server.api.wire import Payload
 from server.diagnosis import account
 from server.diagnosis.causes import Cause, Reuse
-from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of
+from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, repeated_call
 from server.engine.commands import pin_turn
 from server.engine.engine import Engine
 from server.engine.request import (
@@ -250,6 +250,7 @@ class Run(OpenRequest):
         if finished is not None:
             messages = exchange.whole_reply()
             said = part_of(messages[0]) if messages else Part(PLAIN, "".join(self._texts))
+            self.repeated_call = repeated_call((*exchange.asked.parts, said))
         turn = account.EvaluatedTurn(
             exchange.asked, said, tokens=tokens, num_prompt_tokens=num_prompt, request_id=request.request_id
         )

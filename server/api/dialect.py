@@ -224,7 +224,7 @@ class ApiContext:
     def _keep_turn(self, record: RequestRecord) -> None:
         first = record.first
         if first.name is not None and first.started is not None:
-            self.sessions.record(first.name, record.turn)
+            self.sessions.record(first.name, record.turn, first.repeated_call)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
         """What a dialect keeps, made by the first call. For any thread."""

@@ -19,6 +19,7 @@ from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.account import Name
 from server.diagnosis.causes import Miss, Reuse
+from server.diagnosis.prompt import RepeatedCall
 from server.engine.request import Delta, Event, Failed, Finished, GenerationRequest, Progress, Started, Timings
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class OpenRequest:
     error: Exception | None = None
     tool_calls: tuple[str, Mapping[str, int]] = ("", {})
     """The format of the answer's calls, and how many there were, by outcome."""
+    repeated_call: RepeatedCall | None = None
+    """In the conversation and this answer."""
     _log_due: float = 0.0
     """When a long prompt's next progress entry is, and the number of those before."""
     _num_logged: int = 0

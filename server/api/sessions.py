@@ -20,6 +20,7 @@ from urllib.parse import quote
 from models.errors import InvalidParameter
 from models.texts import read_object
 from server.diagnosis.causes import Miss
+from server.diagnosis.prompt import RepeatedCall
 
 if TYPE_CHECKING:
     from server.diagnosis.account import Name  # with numpy, which `doctor` starts without
@@ -134,6 +135,7 @@ class SessionRecord(TokenCounts):
     lost_seconds: float = 0.0
     kept: float | None = None
     last_miss: Miss | None = None
+    repeated_call: RepeatedCall | None = None
 
 
 @dataclass(kw_only=True)
@@ -149,7 +151,7 @@ class SessionRecords(Recent[SessionDetail]):
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         super().__init__(max_sessions)
 
-    def record(self, name: "Name", turn: TurnRecord) -> None:
+    def record(self, name: "Name", turn: TurnRecord, repeated_call: RepeatedCall | None = None) -> None:
         """Counts and keeps a turn; drops the oldest beyond `MAX_TURNS`."""
         new = SessionDetail(id=name.id, named=name.is_named, namespace=name.namespace, created=turn.ended)
         session = self.find(name.namespace, name.id) or new
@@ -159,6 +161,7 @@ class SessionRecords(Recent[SessionDetail]):
         session.lost_seconds += turn.lost_seconds
         session.model, session.last_used, session.kept = turn.model, turn.ended, turn.kept
         session.last_miss = turn.miss or session.last_miss
+        session.repeated_call = repeated_call or session.repeated_call
         session.turns = [*session.turns, turn][-MAX_TURNS:]
         self.put(name.namespace, name.id, session)
 

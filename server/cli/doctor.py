@@ -22,12 +22,16 @@ from server.app.log_events import percent_text, printable, seconds_text
 from server.cli.ask import AskedServer
 from server.cli.options import Json, Key, Url, model_names, print_json
 from server.diagnosis.causes import Cause
+from server.diagnosis.prompt import RepeatedCall
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
 
 PROGRAM = "mlx-serve"
 NO_SESSIONS = """\
 No conversations yet. A server that asks for no key shows all of them to its own machine, \
 else each key its own: give the key that the client sends with --api-key."""
+REPEATED_CURE = """\
+Within one answer, repetition_detection in the request or --loop-guard at the server ends the loop. \
+Over several turns let the client end it, or say in the result of the tool that the call was made before."""
 SHORTEST_SECONDS = 60.0
 """Of traffic that is worth a word on how long it took."""
 PIPE_WIDTH = 200
@@ -135,6 +139,7 @@ def _body(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]]) -> 
             "id": one.name,
             "turns": one.num_turns,
             "kept": one.kept,
+            "repeated_call": one.repeated_call and asdict(one.repeated_call),
             "findings": list(map(asdict, findings_of(one.losses))),
         }
         for one in checkups
@@ -153,7 +158,7 @@ def _print(*parts: RenderableType) -> None:
 
 
 def _report(checkups: Sequence[Checkup]) -> RenderableType:
-    order = sorted(checkups, key=lambda one: (not one.mendable, -one.tokens))
+    order = sorted(checkups, key=lambda one: (not one.is_ailing, -one.tokens))
     return Group(*(part for checkup in order for part in _session(checkup)), "", _summary(checkups))
 
 
@@ -161,11 +166,13 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
     heading = Text.assemble((_one_line(checkup.name), "bold"), f": {_plural(checkup.num_turns, 'turn')}")
     if checkup.kept is not None:
         heading.append(f", {percent_text(round(1000 * checkup.kept), 1000)} of the previous prompt reused on average")
-    if not checkup.mendable:
+    if not checkup.is_ailing:
         heading.append("; nothing to mend")
     yield heading
     for finding in findings_of(checkup.losses):
         yield Padding(_finding(finding), (0, 0, 1, 2), expand=False)
+    if checkup.repeated_call is not None:
+        yield Padding(_repeated(checkup.repeated_call), (0, 0, 1, 2), expand=False)
 
 
 def _refused(refused: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -184,6 +191,14 @@ def _finding(finding: Finding) -> RenderableType:
     title = Text.assemble((finding.cause.value, "bold yellow"), f"{place}, in {_plural(finding.turns, 'turn')}")
     excerpts = _excerpts(finding.before, finding.after)
     return _titled(title, [*excerpts, ("cost", _cost(finding)), ("mend", finding.cure)], style="dim")
+
+
+def _repeated(repeated: RepeatedCall) -> RenderableType:
+    title = Text.assemble(
+        ("repeated call", "bold yellow"), f", {grouped(repeated.times)} times without a new one between"
+    )
+    call = Text(_one_line(repeated.call), no_wrap=True, overflow="ellipsis")
+    return _titled(title, [("call", call), ("mend", REPEATED_CURE)], style="dim")
 
 
 def _titled(title: Text, rows: Iterable[tuple[str, RenderableType]], **labels: Any) -> RenderableType:
@@ -226,7 +241,7 @@ def _cost(finding: Finding) -> str:
 
 
 def _summary(checkups: Sequence[Checkup]) -> str:
-    sessions, num_ailing = _plural(len(checkups), "session"), sum(bool(one.mendable) for one in checkups)
+    sessions, num_ailing = _plural(len(checkups), "session"), sum(one.is_ailing for one in checkups)
     if not num_ailing:
         return f"{sessions}; nothing to mend."
     savings = savings_of(checkups)

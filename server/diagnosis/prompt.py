@@ -1,6 +1,7 @@
 """A request as a sequence of parts, before any template: the same for a server's and a recorded one. Pure."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,6 +113,32 @@ def part_of(message: Mapping[str, Any]) -> Part:
         calls=tuple(_call_text(call) for call in calls),
         call_ids=tuple(str(one) for one in ids if one),
     )
+
+
+MIN_REPEATS = 4
+MAX_CALL_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class RepeatedCall:
+    """A call that a conversation holds at least `MIN_REPEATS` times, without a call between that was new there."""
+
+    call: str
+    """Name and arguments, as JSON text; of a long one the beginning."""
+    times: int
+
+
+def repeated_call(parts: Iterable[Part]) -> RepeatedCall | None:
+    """The call that was repeated most often, if any was: a model that calls in a circle makes no new call."""
+    known, times, most = set[str](), Counter[str](), RepeatedCall("", MIN_REPEATS - 1)
+    for call in (call for part in parts for call in part.calls):
+        if call not in known:
+            known.add(call)
+            times.clear()
+        times[call] += 1
+        if times[call] > most.times:
+            most = RepeatedCall(call[:MAX_CALL_CHARACTERS], times[call])
+    return most if most.call else None
 
 
 def _call_text(call: Mapping[str, Any]) -> str:

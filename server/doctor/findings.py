@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from server.diagnosis.causes import TOOLS, UNBLAMED, UNTOLD, Cause, Miss, MissReason, advice
+from server.diagnosis.prompt import RepeatedCall
 
 NEGLIGIBLE_TOKENS = 128
 """Up to so many lost tokens need no cure, since state is kept at some offsets only."""
@@ -60,10 +61,15 @@ class Checkup:
     losses: tuple[Loss, ...]
     times: tuple[float, float] | None = None
     """First and last, in seconds since 1970."""
+    repeated_call: RepeatedCall | None = None
 
     @property
     def mendable(self) -> Sequence[Loss]:
         return [loss for loss in self.losses if loss.miss.cause not in UNBLAMED]
+
+    @property
+    def is_ailing(self) -> bool:
+        return bool(self.mendable) or self.repeated_call is not None
 
     @property
     def tokens(self) -> int:
@@ -186,7 +192,8 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
     turns, num_turns = session["turns"], int(session["num_turns"])
     linked = [_linked(turn, number) for number, turn in enumerate(turns, num_turns - len(turns) + 1)]
     times = float(session["created"]), float(session["last_used"])
-    return replace(checkup_from(str(session["id"]), linked), num_turns=num_turns, times=times)
+    repeated = RepeatedCall(**told) if (told := session.get("repeated_call")) else None
+    return replace(checkup_from(str(session["id"]), linked), num_turns=num_turns, times=times, repeated_call=repeated)
 
 
 def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:

@@ -23,7 +23,7 @@ from server.api.sessions import resolve_line
 from server.app.config import StartError
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
 from server.diagnosis.compare import thoughts_apart
-from server.diagnosis.prompt import Part, Prompt, part_of, prompt_of
+from server.diagnosis.prompt import Part, Prompt, RepeatedCall, part_of, prompt_of, repeated_call
 from server.doctor.findings import Checkup, LinkedTurn, checkup_from, losses_of
 
 TIME_FIELDS = ("timestamp", "time", "created")
@@ -157,6 +157,7 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
     reader = reader or Reader()
     per_token = reader.characters_per_token
     visits: dict[Name, list[LinkedTurn]] = {}
+    repeated: dict[Name, RepeatedCall | None] = {}
     conversations = Conversations(MAX_BYTES, is_of_one_owner=True)
     known: dict[tuple[str, str], TokenTrie[TokenNode]] = {}
     for number, request in enumerate(requests):
@@ -170,11 +171,16 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
         reuse = explain(previous, rendered, match=hit, hit=hit)
         losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // per_token)
         turns.append(LinkedTurn(request_id, previous.request_id if previous else None, losses, reuse.kept))
+        said = turn.prompt.parts if turn.reply is None else (*turn.prompt.parts, turn.reply)
+        repeated[name] = repeated_call(said) or repeated.get(name)
         conversations.record(name, replace(turn, request_id=request_id))
         state.extend(state.root, turn.tokens)
     unnamed = itertools.count(1)
     return [
-        checkup_from(name.id if name.is_named else f"(unnamed {next(unnamed)})", turns)
+        replace(
+            checkup_from(name.id if name.is_named else f"(unnamed {next(unnamed)})", turns),
+            repeated_call=repeated[name],
+        )
         for name, turns in visits.items()
     ]
 

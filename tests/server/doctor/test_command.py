@@ -179,6 +179,46 @@ def test_with_a_model_a_recording_is_read_by_its_template(tmp_path: Path, capsys
     assert status == 1 and str(tmp_path) in errors
 
 
+def test_a_repeated_call_is_named_for_a_server_and_for_a_recording(
+    engine: FakeEngine, address: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Edits and tests in turns are no circle, two calls in turns are one; the answer's own call counts."""
+    path, lines = tmp_path / "requests.jsonl", list[str]()
+    engine.script = Script(texts=('<tool_call>\n{"name": "look", "arguments": {"at": "b"}}\n</tool_call>',))
+    work = [one for number in range(5) for one in (look("b"), look(str(number)))]
+    for session_id, calls in (("circle", [look("a"), look("b")] * 3 + [look("a")]), ("work", work)):
+        asked = {"messages": [{"role": "user", "content": "Hi"}, *calls], "session_id": session_id, "tools": [TOOL]}
+        answer = httpx.post(f"{address}/v1/chat/completions", json=asked).json()
+        lines.append(json.dumps({"body": asked, "response": answer}))
+    path.write_text("\n".join(lines))
+    for source in ([address], ["--file", str(path)]):
+        status, shown, errors = doctor(capsys, *source)
+        assert (status, errors) == (0, "")
+        assert shown[:3] == [
+            "circle: 1 turn",
+            "  repeated call, 4 times without a new one between",
+            '    call  ["look", {"at": "b"}]',
+        ]
+        assert "--loop-guard" in " ".join(shown) and "2 sessions, 1 with something to mend" in " ".join(shown)
+        told = json.loads("\n".join(doctor(capsys, *source, "--json")[1]))["conversations"]
+        assert {one["id"]: one["repeated_call"] for one in told} == {
+            "circle": {"call": '["look", {"at": "b"}]', "times": 4},
+            "work": None,
+        }
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def look(at: str) -> dict[str, Any]:
+    function = {"name": "look", "arguments": json.dumps({"at": at})}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
+
+
 # ------------------------------------------------------------------------------------- what is in its way
 
 

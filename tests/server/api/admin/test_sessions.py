@@ -109,6 +109,7 @@ def test_a_turn_is_there_with_its_cost_and_its_miss(client: TestClient, engine: 
         "lost_seconds": turn["lost_seconds"],
         "kept": 0.5,
         "last_miss": last_miss,
+        "repeated_call": None,
     }
 
 
