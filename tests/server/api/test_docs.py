@@ -62,7 +62,9 @@ section = PAGE.section
 
 def rows(text: str) -> list[str]:
     """The names in the first column of every table."""
-    return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    return [
+        name for cell in re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", cell)
+    ]
 
 
 def reasons(rules: Rules) -> set[str]:
