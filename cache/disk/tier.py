@@ -232,7 +232,7 @@ class DiskTier:
         self.num_gone = 0
         """Files evicted, damaged, cleared or replaced since the start."""
         self._now = max((file.last_used for file in self.tree.files()), default=0) + 1
-        self._touched: set[StoredFile] = set()
+        self._touched = dict[StoredFile, None]()
         self._evict_for(0, self._now)
 
     @property
@@ -257,7 +257,7 @@ class DiskTier:
         gone = [file for file in files if not file.is_gone]
         for file in gone:
             file.is_gone = True
-            self._touched.discard(file)
+            self._touched.pop(file, None)
         self.num_gone += len(gone)
         if gone:
             self.tree.prune(gone)
@@ -292,11 +292,11 @@ class DiskTier:
         for file in self.tree.on_path(place, stop):
             if file.last_used < used_at:
                 file.last_used = used_at
-                self._touched.add(file)
+                self._touched[file] = None
         return used_at
 
     def _save_recency(self) -> None:
-        touched, self._touched = self._touched, set()
+        touched, self._touched = self._touched, {}
         if touched:
             self.queue.change(partial(self._store.touch, touched))
 

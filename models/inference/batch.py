@@ -86,8 +86,9 @@ class DecodeBatch:
         if self.choose is not None:
             self._regroup(rows, spare_bytes)
         members: list[Group | BatchRow] = [*self._groups, *[row for row in rows if row.group is None]]
-        # Members on one head are neighbours: attention then reads the head once.
-        members.sort(key=lambda member: id(member.head))
+        # Members on one head are neighbours, heads as they first appear: attention then reads a head once.
+        places = {head: place for place, head in enumerate(dict.fromkeys([member.head for member in members]))}
+        members.sort(key=lambda member: places[member.head])
         self._layers = join_layers(members)
         self.rows = [row for member in members for row in member.rows]
         self._has_fresh = self.choose is not None and any(row.is_fresh for row in rows)
@@ -242,7 +243,7 @@ class DecodeBatch:
         sizes = [group.num_bytes // group.num_places for group in self._groups]
         sizes += [row.bytes_per_token for row in rows]
         spare_tokens, found = spare_bytes / max(1, *sizes), list[Group]()
-        for head in {id(row.head): row.head for row in rows}.values():
+        for head in dict.fromkeys([row.head for row in rows]):
             groups = [group for group in self._groups if group.head is head]
             made = self._regrouped([row for row in rows if row.head is head], groups, spare_tokens)
             reserved = sum(row.reserved_tokens for group in made for row in group.rows)

@@ -6,7 +6,7 @@
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -130,11 +130,11 @@ class Embeddings:
         except Exception as error:  # of an architecture, or of the device: the other requests go on
             check_device(error)
             self.give_way()
-            self._try_again({text.job for text in texts}, error)
+            self._try_again(dict.fromkeys([text.job for text in texts]), error)
             return is_out_of_memory(error)
         return False
 
-    def _try_again(self, jobs: set[EmbeddingJob], error: Exception) -> None:
+    def _try_again(self, jobs: Iterable[EmbeddingJob], error: Exception) -> None:
         is_told = isinstance(error, EngineError | ModelError)
         for job in jobs:
             job.num_faults += 1

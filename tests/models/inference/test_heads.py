@@ -9,11 +9,13 @@ import pytest
 
 from cache.layers.layout import HeadedKVCache, head_length, leaves_of, split_at_head
 from models.inference import ragged
+from models.inference.batch import DecodeBatch
 from models.inference.grouping import Costs
-from models.inference.groups import GroupLayer
+from models.inference.groups import BatchRow, GroupLayer
 from models.inference.probe import Form, Probe
 from models.inference.ragged import Parts
 from models.inference.runner import Runner
+from models.mlx_lm_import import KVCache
 from tests.models.inference import test_runner as driver
 from tests.models.inference.test_groups import fuse, grouped, groups_of, launches_of_a_step
 from tests.models.inference.test_runner import Decoding, Sequence, prompt
@@ -117,6 +119,24 @@ def test_a_row_alone_on_its_head_decodes_from_both_parts() -> None:
     decoding.put_on_head(decoding.join_with(HEADS[1], 5))
     decoding.step(20)
     decoding.check("gpt_oss")
+
+
+def test_rows_are_in_the_order_in_which_their_heads_appear_wherever_these_lie_in_memory() -> None:
+    ends = sorted(([KVCache()] for _ in range(2)), key=lambda head: id(head[0]))
+    for first, second in (ends, reversed(ends)):
+        rows = [BatchRow(filled(40)) for _ in range(5)]
+        for row, head in zip(rows, (None, first, second, None, first), strict=True):
+            if head is not None:
+                split_at_head(row.caches, head, 30)
+        batch = DecodeBatch(None)
+        batch.arrange(rows, 0.0)
+        assert [rows.index(row) for row in batch.rows] == [0, 3, 1, 4, 2]
+
+
+def filled(num_tokens: int) -> list[Any]:
+    cache = KVCache()
+    cache.update_and_fetch(*[mx.zeros((1, 2, num_tokens, 4))] * 2)
+    return [cache]
 
 
 def test_rows_on_one_head_attend_to_it_once_and_hold_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
