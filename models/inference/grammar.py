@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import llguidance
 import numpy as np
@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from models.errors import GrammarFailed, InvalidGrammar, brief
 from models.output.grammar import JSON_KINDS, JSON_STYLE, Grammar, GrammarKind, MaskWords
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_KEPT = 16
-"""Kept grammars, of at most about 20 MB each."""
+"""Kept grammars, of at most about 20 MB each, and descriptions of tools."""
 MAX_CHECKED: Final = 4096
 """Kept answers on schemas of tools, and spelled texts."""
 MAX_CHARACTERS: Final = 1 << 18
@@ -51,6 +52,7 @@ class GrammarCompiler:
         self._compiled = lru_cache(MAX_KEPT)(
             lambda grammar: _LlguidanceGrammar(self._tokenizer(), self._checked(grammar), self._eos)
         )
+        self._remembered = lru_cache(MAX_KEPT)(lambda write, *key: write(self, *key))
         self._accepts, self._spelled = lru_cache(MAX_CHECKED)(self._try), lru_cache(MAX_CHECKED)(self._spell)
 
     def compile(self, grammar: Grammar) -> "_LlguidanceGrammar":
@@ -58,6 +60,12 @@ class GrammarCompiler:
         if len(grammar.text) > MAX_CHARACTERS:
             raise InvalidGrammar(f"{len(grammar.text)} characters are more than the {MAX_CHARACTERS} that are taken")
         return self._compiled(grammar)
+
+    def remember(self, write: Callable[..., T], *key: Any) -> T:
+        """What `write` makes of this compiler and a key, perhaps earlier; nothing is kept of a long text."""
+        is_long = any(isinstance(one, str) and len(one) > MAX_CHARACTERS for one in key)
+        made: T = write(self, *key) if is_long else self._remembered(write, *key)
+        return made
 
     def _checked(self, grammar: Grammar) -> str:
         """The library's definition. Refuses a pattern of names that matches none but declared ones.

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from models.output.call_formats import CallFormat, Literal, Tags
@@ -74,7 +75,7 @@ class CallGrammar:
         again = form.gap + (opened if form.repeats_open else "") + self._before
         more = "" if is_single else f"({self._spell(again)} function)*" if again else "function*"
         outer = "" if form.repeats_open else self._spell(closed)
-        return [f"calls: {self._spell(opened + self._before)} function {more} {outer}", *self._rules()]
+        return [f"calls: {self._spell(opened + self._before)} function {more} {outer}", *self._rules]
 
     def lazy(self) -> list[str]:
         """The rule `start` of what stands behind the opener, up to the call's end, and those that it needs."""
@@ -82,14 +83,19 @@ class CallGrammar:
         head = form.open[len(form.open.rstrip()) :] + (self._before if form.open else "")
         again = form.gap + self._before
         outer = "" if form.repeats_open else f"({self._spell(again)} function)* {self._spell(form.close)}"
-        return [f"start: {self._spell(head)} function {outer}", *self._rules()]
+        return [f"start: {self._spell(head)} function {outer}", *self._rules]
 
     def opener(self) -> tuple[str, str]:
         """The text that opens calls, without white space at its end, and the letter that begins a call."""
         opener = self._form.open.rstrip() or self._before
         return opener, self._before[:1] if self._form.open else ""
 
-    def _rules(self) -> Iterator[str]:
+    @cached_property
+    def _rules(self) -> Sequence[str]:
+        """Written once: a set of tools comes with each turn."""
+        return [*self._written_rules()]
+
+    def _written_rules(self) -> Iterator[str]:
         yield f"function: {' | '.join(f'f{number}' for number in range(len(self._tools)))}"
         yield "NUMBER: /[0-9]+/\nTEXT: /(?s:.*)/\nCOMMA: /, ?/\nCOLON: /: ?/"
         body = self._form.body

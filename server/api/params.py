@@ -338,11 +338,15 @@ def _calls(model: ServedModel, functions: Functions, param: str) -> CallGrammar:
             and grammars is not None
             and (grammars.token_of("[ARGS]") is not None or form is not MISTRAL)
         ):
-            return CallGrammar(form, [_tool(grammars, function) for function in functions], grammars.spell)
+            return grammars.remember(_call_grammar, form, json.dumps(functions))
         why = f"no grammar binds the calls of the model {model.id!r}"
     except InvalidGrammar as error:
         why = str(error)
     raise wrong(param, why, Code.UNSUPPORTED_PARAMETER)
+
+
+def _call_grammar(grammars: "GrammarCompiler", form: CallFormat, functions: str) -> CallGrammar:
+    return CallGrammar(form, [_tool(grammars, function) for function in json.loads(functions)], grammars.spell)
 
 
 def _tool(grammars: "GrammarCompiler", function: Mapping[str, Any]) -> BoundTool:

@@ -1,11 +1,14 @@
 """A grammar over the tokens of the fake runner: each token must lie behind the one before it, on a circle."""
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from models.errors import GrammarFailed
-from models.output.grammar import MaskWords
+from models.output.grammar import Grammar, MaskWords
 from tests.support.fake_runner import EOS, VOCABULARY
 
 STRIDE = 7
@@ -67,3 +70,26 @@ class Circle:
 
     def begin(self) -> CircleMatcher:
         return CircleMatcher(self.num_tokens, self.fails_after)
+
+
+@dataclass
+class FakeCompiler:
+    """Satisfies `GrammarCompiler`: compiles a grammar to its own text. No marker is a token."""
+
+    asked: list[Grammar] = field(default_factory=list)
+
+    def compile(self, grammar: Grammar) -> Any:
+        self.asked.append(grammar)
+        return grammar.text
+
+    def accepts(self, name: str, grammar: Grammar) -> bool:
+        return True
+
+    def spell(self, text: str) -> str:
+        return json.dumps(text)
+
+    def token_of(self, text: str) -> int | None:
+        return None
+
+    def remember(self, write: Callable[..., Any], *key: Any) -> Any:
+        return write(self, *key)

@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 from models.output.call_formats import HERMES
 from models.output.grammar import Grammar
 from server.app.config import ServerConfig
-from tests.server.api.ollama.test_ollama_fields import NamingBinder
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
+from tests.support.fake_grammar import FakeCompiler
 from tests.support.live_server import running
 
 CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
@@ -49,7 +49,7 @@ def client(engine: FakeEngine, renderer: FakeRenderer) -> TestClient:
     return TestClient(create_app(engine, model, ServerConfig()))
 
 
-class KindBinder(NamingBinder):
+class KindBinder(FakeCompiler):
     """Tells strict schemas from lenient ones too."""
 
     def compile(self, grammar: Grammar) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from models.inference.grammar import GrammarCompiler
+from models.inference.grammar import MAX_CHARACTERS, GrammarCompiler
 from models.output.call_formats import CODER, HARMONY, HERMES, LLAMA, PYTHONIC
 from models.output.grammar import OutputGrammar, allows
 from models.output.pieces import ToolArguments, ToolCallStarted
@@ -26,11 +26,11 @@ from server.api.params import (
 from server.api.responses.output import AnswerOutput, ClientTool, ToolSet
 from server.app.config import ServerConfig
 from server.engine.output import CallConstraint
-from tests.server.api.ollama.test_ollama_fields import NamingBinder
 from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
+from tests.support.fake_grammar import FakeCompiler
 
 CHAT = "/v1/chat/completions"
 WEATHER = {
@@ -252,7 +252,7 @@ def test_what_begins_a_call_is_no_text(syntax: Any, text: str, is_allowed: bool)
 
 def test_tools_that_cannot_be_forbidden_are_not_shown() -> None:
     renderer = FakeRenderer()
-    model = fake_model(renderer=renderer, call_format=HARMONY, grammars=NamingBinder())
+    model = fake_model(renderer=renderer, call_format=HARMONY, grammars=FakeCompiler())
     client = TestClient(create_app(FakeEngine(), model, ServerConfig()))
     body = {"messages": [user("x")], "tools": TOOLS, "tool_choice": "none"}
     assert client.post(CHAT, content=json.dumps(body), headers=JSON).status_code == 200
@@ -286,6 +286,27 @@ def test_calls_are_bound_and_text_is_not(name: str, text: str, is_allowed: bool)
     assert follows_calls(model, [*tokens, tokenizer.eos_token_id]) == is_allowed
 
 
+class CountingCompiler(GrammarCompiler):
+    """Counts the schemas that it is asked about."""
+
+    num_asked = 0
+
+    def accepts(self, name: str, grammar: Any) -> bool:
+        self.num_asked += 1
+        return super().accepts(name, grammar)
+
+
+def test_the_rules_of_a_set_of_tools_are_written_once() -> None:
+    tokenizer: Any = tiny_models.tokenizer()
+    grammars = CountingCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
+    model, functions = fake_model(grammars=grammars), [tool["function"] for tool in TOOLS]
+    first, again = (bound_calls(model, json.loads(json.dumps(functions)), "on") for _ in range(2))
+    forced_calls(model, functions, ForcedCalls())
+    assert first == again and grammars.num_asked == len(TOOLS)
+    assert bound_calls(model, [{**functions[0], "description": "x" * MAX_CHARACTERS}], "on") is not None
+    assert bound_calls(model, functions[::-1], "on") != first and grammars.num_asked == 2 * len(TOOLS) + 1
+
+
 def follows_calls(model: Any, tokens: list[int], binds: str = "strict") -> bool:
     """Whether each token of a call is allowed after those before it."""
     wanted = bound_calls(model, [tool["function"] for tool in TOOLS], binds)
@@ -310,10 +331,10 @@ def follows(matcher: Any, tokens: list[int]) -> bool:
 @pytest.mark.parametrize(
     ("changes", "strict", "is_bound"),
     [
-        ({"grammars": NamingBinder(), "call_format": HERMES}, True, True),
-        ({"grammars": NamingBinder(), "call_format": HERMES}, False, False),
-        ({"grammars": NamingBinder(), "call_format": CODER}, True, True),
-        ({"grammars": NamingBinder(), "call_format": LLAMA}, True, False),
+        ({"grammars": FakeCompiler(), "call_format": HERMES}, True, True),
+        ({"grammars": FakeCompiler(), "call_format": HERMES}, False, False),
+        ({"grammars": FakeCompiler(), "call_format": CODER}, True, True),
+        ({"grammars": FakeCompiler(), "call_format": LLAMA}, True, False),
         ({"call_format": HERMES}, True, False),
     ],
 )

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import openai
@@ -10,11 +9,11 @@ import pytest
 from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-from models.output.grammar import Grammar
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
+from tests.support.fake_grammar import FakeCompiler
 from tests.support.live_server import running
 
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -28,38 +27,18 @@ class Weather(BaseModel):
     city: str
 
 
-@dataclass
-class KeptGrammars:
-    """Keeps the grammars that it is asked to compile; the scripts write what they allow."""
-
-    asked: list[Grammar] = field(default_factory=list)
-
-    def compile(self, grammar: Grammar) -> Any:
-        self.asked.append(grammar)
-        return grammar
-
-    def accepts(self, name: str, grammar: Grammar) -> bool:
-        return True
-
-    def spell(self, text: str) -> str:
-        return text
-
-    def token_of(self, text: str) -> int | None:
-        return None
-
-
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()
 
 
 @pytest.fixture
-def grammars() -> KeptGrammars:
-    return KeptGrammars()
+def grammars() -> FakeCompiler:
+    return FakeCompiler()
 
 
 @pytest.fixture
-def address(engine: FakeEngine, grammars: KeptGrammars) -> Iterator[str]:
+def address(engine: FakeEngine, grammars: FakeCompiler) -> Iterator[str]:
     with running(create_app(engine, fake_model(grammars=grammars), ServerConfig())) as base:
         yield f"{base}/v1"
 
@@ -70,7 +49,7 @@ def client(address: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_an_answer_is_parsed_into_a_type(client: openai.OpenAI, engine: FakeEngine, grammars: KeptGrammars) -> None:
+def test_an_answer_is_parsed_into_a_type(client: openai.OpenAI, engine: FakeEngine, grammars: FakeCompiler) -> None:
     engine.script = ANSWERING
     answer = client.chat.completions.parse(model="tiny", messages=HI, response_format=Weather)
     assert answer.choices[0].message.parsed == Weather(city="Paris")

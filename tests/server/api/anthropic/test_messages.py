@@ -8,7 +8,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.output.call_formats import HERMES
-from models.output.grammar import CompiledGrammar, Grammar
 from models.output.pieces import ReasoningFormat
 from models.texts import enclose
 from server.api.anthropic.content import sign
@@ -20,6 +19,7 @@ from server.engine.request import FinishReason, OutOfMemory
 from tests.server.api.test_live import until
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
+from tests.support.fake_grammar import FakeCompiler
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -446,22 +446,6 @@ def test_thinking_is_told_to_the_template(
     assert request.thinking is not None and request.thinking.max_tokens == limit
 
 
-class Speller:
-    """Knows how markers are spelled; compiles nothing."""
-
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        raise NotImplementedError
-
-    def accepts(self, name: str, grammar: Grammar) -> bool:
-        return True
-
-    def spell(self, marker: str) -> str:
-        return json.dumps(marker)
-
-    def token_of(self, marker: str) -> int | None:
-        return None
-
-
 @pytest.mark.parametrize(
     ("choice", "may_call_again", "names"),
     [
@@ -474,7 +458,7 @@ def test_forced_calls_bind_the_answer(choice: dict[str, Any], may_call_again: bo
     tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("f", "g")]
     body = MessagesBody.model_validate({"messages": [HI], "max_tokens": 9, "tools": tools, "tool_choice": choice})
     syntax = HERMES
-    model = fake_model(grammars=Speller(), call_format=syntax)
+    model = fake_model(grammars=FakeCompiler(), call_format=syntax)
     conversation = read_conversation(body, model, ServerConfig(), "")
     wanted = answer_grammar(model, conversation, read_params(body, model))
     assert wanted is not None and wanted.param == "tool_choice"
@@ -487,7 +471,7 @@ def test_forced_calls_bind_the_answer(choice: dict[str, Any], may_call_again: bo
 
 @pytest.mark.parametrize("choice", [None, {"type": "auto", "disable_parallel_tool_use": True}])
 def test_other_choices_bind_nothing(choice: dict[str, Any] | None) -> None:
-    served = Served(grammars=Speller())
+    served = Served(grammars=FakeCompiler())
     served.ask(tools=[TOOL], tool_choice=choice)
     assert served.engine.requests[0].grammar is None
 

@@ -8,13 +8,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from models.output.grammar import Grammar
 from server.api.ollama.generate import IN_BOTH, IN_GENERATE
 from server.api.params import IGNORED_OPTIONS
 from server.app.config import ServerConfig
 from tests.support.apps import create_app
 from tests.support.docs import Page
 from tests.support.fake_engine import FakeEngine, fake_model
+from tests.support.fake_grammar import FakeCompiler
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 TABLES = {CHAT: IN_BOTH, GENERATE: IN_GENERATE}
@@ -24,22 +24,6 @@ ASKING = [{"an": "object that no field takes"}]
 """A value that is neutral nowhere."""
 
 
-class NamingBinder:
-    """Compiles a grammar to its own text."""
-
-    def compile(self, grammar: Grammar) -> Any:
-        return grammar.text
-
-    def accepts(self, name: str, grammar: Grammar) -> bool:
-        return True
-
-    def spell(self, text: str) -> str:
-        return text
-
-    def token_of(self, text: str) -> int | None:
-        return None
-
-
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()
@@ -47,7 +31,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def client(engine: FakeEngine) -> TestClient:
-    return TestClient(create_app(engine, fake_model(grammars=NamingBinder()), ServerConfig()))
+    return TestClient(create_app(engine, fake_model(grammars=FakeCompiler()), ServerConfig()))
 
 
 def post(client: TestClient, path: str, **fields: Any) -> Any:

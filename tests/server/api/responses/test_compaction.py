@@ -7,9 +7,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.app.config import ServerConfig
-from tests.server.api.ollama.test_ollama_fields import NamingBinder
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
+from tests.support.fake_grammar import FakeCompiler
 
 TOOLS = [{"type": "function", "name": "read", "parameters": {"type": "object"}}]
 METADATA = {"x-codex-turn-metadata": json.dumps({"request_kind": "compaction"})}
@@ -35,7 +35,7 @@ def test_a_compaction_keeps_the_tools_of_its_session(
     fields: dict[str, Any], headers: dict[str, str], shows: bool
 ) -> None:
     renderer, engine = FakeRenderer(), FakeEngine()
-    model = fake_model(renderer=renderer, grammars=NamingBinder(), context_tokens=2000)
+    model = fake_model(renderer=renderer, grammars=FakeCompiler(), context_tokens=2000)
     client = TestClient(create_app(engine, model, ServerConfig()), headers={"session-id": "s"})
     first = client.post("/v1/responses", json={"input": [ASKED], "tools": TOOLS})
     body = {"input": COMPACT, "tools": [], **fields}
