@@ -329,10 +329,9 @@ def test_wrong_arguments_get_status_2(capsys: pytest.CaptureFixture[str], argume
     one_line(errors)
 
 
-def test_every_cause_and_every_flag_is_documented() -> None:
+def test_every_flag_is_documented() -> None:
     section = DOCS.split("## `mlx-serve doctor")[1].split("\n## ")[0]
-    told = set(re.findall(r"^\| ([a-z' -]+) \|", section, re.MULTILINE)) - {"cause"}
-    assert told == {cause.value for cause in Cause}
+    assert "diagnosis.md" in section
     assert all(f"`{flag}" in section for flag in ("--file", "--model", "--api-key", "--cache-salt", "--json"))
     assert f"up to {NEGLIGIBLE_TOKENS} tokens" in section
 
