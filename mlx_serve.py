@@ -52,8 +52,8 @@ def find_problem(root: Path) -> str | None:
     for package in PACKAGES:
         spec = find_spec(package)
         if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != root / package:
-            found = "is missing" if spec is None or spec.origin is None else f"is taken from {spec.origin}"
-            return f"the package {package!r} {found} instead of {root / package}"
+            fault = "is missing" if spec is None or spec.origin is None else f"is taken from {spec.origin}"
+            return f"the package {package!r} {fault} instead of {root / package}"
     for name in changed_files(root):
         if not (root / name).exists():
             return f"{root / name} is missing"

@@ -406,20 +406,20 @@ class Bench:
         except TimeUp:
             self.rows["left_out"].append("everything: no time was left once the model was loaded and tried")
             return
-        chances = [(SHARE, one) for one in self._plan()]
-        for share, one in chances:
+        chances = [(SHARE, measurement) for measurement in self._plan()]
+        for share, measurement in chances:
             seconds = max(share * (self.until - time.perf_counter()), 0.0)
-            expected, reason = sum(map(self._expected_seconds, one.prompts)), self._find_obstacle(one)
+            expected, reason = sum(map(self._expected_seconds, measurement.prompts)), self._find_obstacle(measurement)
             if reason is None and expected > seconds:
                 if share < 1:
-                    chances.append((1.0, one))
+                    chances.append((1.0, measurement))
                     continue
                 reason = f"its prompts alone would take {expected:.0f} s, and {seconds:.0f} s were left"
             if reason is None:
-                yield one.name
-                reason = self._try(one, seconds)
+                yield measurement.name
+                reason = self._try(measurement, seconds)
             if reason is not None:
-                self.rows["left_out"].append(f"{one.name}: {reason}")
+                self.rows["left_out"].append(f"{measurement.name}: {reason}")
 
     def _look(self) -> None:
         """Learns prompts' speed and size."""
@@ -445,27 +445,27 @@ class Bench:
 
     def _decoding(self, lengths: tuple[int, ...]) -> _Measurement:
         longest = max(lengths)
-        held = 3 * sum(lengths) + len(lengths) * longest  # a copy for each side, and the peer's padded batch
+        num_tokens = 3 * sum(lengths) + len(lengths) * longest  # a copy for each side, and the peer's padded batch
         name, num_steps = f"decoding {rows_text(lengths)}", WARM_UP_STEPS + NUM_BLOCKS * BLOCK_STEPS
-        return _Measurement(name, lengths, longest + num_steps, held, partial(self._decode, lengths))
+        return _Measurement(name, lengths, longest + num_steps, num_tokens, partial(self._decode, lengths))
 
     def _turns(self, num_tokens: int) -> _Measurement:
         act, context_tokens = partial(self._measure_turns, num_tokens), num_tokens + GROWN_TOKENS
         return _Measurement(f"turns at {num_tokens} tokens", (num_tokens,), context_tokens, 2 * context_tokens, act)
 
-    def _find_obstacle(self, one: _Measurement) -> str | None:
-        held_bytes = int(one.held_tokens * self._bytes_per_token)
-        if one.context_tokens > self.context_tokens:
+    def _find_obstacle(self, measurement: _Measurement) -> str | None:
+        held_bytes = int(measurement.held_tokens * self._bytes_per_token)
+        if measurement.context_tokens > self.context_tokens:
             return f"longer than the context of {self.context_tokens} tokens"
         if held_bytes > self.budget_bytes:
             return f"takes {size_text(held_bytes)} of memory, and there is {size_text(self.budget_bytes)}"
         return None
 
-    def _try(self, one: _Measurement, seconds: float) -> str | None:
+    def _try(self, measurement: _Measurement, seconds: float) -> str | None:
         """Returns why a measurement did not end, if so."""
         self.subject.until = time.perf_counter() + seconds
         try:
-            one.act()
+            measurement.act()
         except TimeUp:
             return f"stopped after the {seconds:.0f} s that it had"
         except (RuntimeError, ValueError, OSError, FolderError) as error:  # of MLX, the peer, the disk
@@ -473,9 +473,9 @@ class Bench:
         return None
 
     def _decode(self, lengths: tuple[int, ...]) -> None:
-        found = compare(self.subject, lengths, NUM_BLOCKS)
-        ours, peer = found.speeds
-        row = {"rows": rows_text(lengths), "mlx-serve": ours, "BatchGenerator": peer, "ratio": found.ratio}
+        comparison = compare(self.subject, lengths, NUM_BLOCKS)
+        ours, peer = comparison.speeds
+        row = {"rows": rows_text(lengths), "mlx-serve": ours, "BatchGenerator": peer, "ratio": comparison.ratio}
         self.rows["decode"].append(row)
 
     def _measure_prefill(self) -> None:

@@ -209,8 +209,8 @@ class ChatRenderer:
     def _tokenized(self, text: str, namespace: str) -> tuple[NDArray[np.int32], Tail | None, Callable[[int], int]]:
         """Ids, a reply's context, and how many tokens end by a character offset."""
         if self._parts is not None:
-            found = self._parts.tokenize(text, namespace, self._max_tokens)
-            return found.ids, found.tail, lambda boundary: int(np.searchsorted(found.ends, boundary, side="right"))
+            tokens = self._parts.tokenize(text, namespace, self._max_tokens)
+            return tokens.ids, tokens.tail, lambda boundary: int(np.searchsorted(tokens.ends, boundary, side="right"))
         # A tokenizer without offsets tokenizes the start of the text again.
         encode_plain = partial(self._encode_plain, add_special_tokens=False)
         ids = encode_plain(text)
@@ -279,9 +279,9 @@ class _Conversation:
             content = str(message["content"]).strip()
             # If a template shows contents changed, the whole text must not be searched for each of thousands.
             is_near = num_missing >= _MAX_FAR_SEARCHES
-            found = text.find(content, position, position + len(content) + _NEAR_CHARACTERS if is_near else None)
-            num_missing += found < 0
-            position = found + len(content) if found >= 0 else position
+            start = text.find(content, position, position + len(content) + _NEAR_CHARACTERS if is_near else None)
+            num_missing += start < 0
+            position = start + len(content) if start >= 0 else position
         return Outline(tuple(starts), tuple(str(message["role"]) for message in self._messages))
 
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:

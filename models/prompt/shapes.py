@@ -206,7 +206,7 @@ def users_joined(messages: Sequence[Message]) -> list[Message]:
     result: list[Message] = []
     for role, group in groupby(messages, lambda message: message["role"]):
         run = list(group)
-        result += [_saying(run[0], [one["content"] for one in run])] if role == "user" else run
+        result += [_saying(run[0], [message["content"] for message in run])] if role == "user" else run
     return result
 
 

@@ -276,7 +276,7 @@ def _check(name: str, value: Any, rest: Sequence[Any]) -> _Weight:
             text = str(value)
             _bound(len(text) + text.count(str(old)) * len(str(new)), MAX_CHARACTERS)
         case "split" | "rsplit", _ if isinstance(value, str):
-            separator = next((one for one in rest if isinstance(one, str) and one), None)
+            separator = next((argument for argument in rest if isinstance(argument, str) and argument), None)
             _bound(value.count(separator) if separator else len(value) // 2, _MAX_ITEMS)
         case "join", [separator, *_] if isinstance(value, Sized):
             _bound(weight.num_characters + len(value) * len(str(separator)), MAX_CHARACTERS)
@@ -299,7 +299,7 @@ def _check_fields(text: str, opener: str, field: re.Pattern[str], values: Sequen
     num_fields = text.count(opener)
     _bound(num_fields, _MAX_FIELDS)
     fields = field.findall(text)
-    _bound(sum(one[-1] in "{*" for one in fields), 0)
+    _bound(sum(field[-1] in "{*" for field in fields), 0)
     widths = re.findall(r"\d+", " ".join(fields))
     width = max((int(digits) if len(digits) < 7 else MAX_CHARACTERS for digits in widths), default=0)
     _bound(width, _MAX_WIDTH)
@@ -417,13 +417,13 @@ class _Bounded(NodeTransformer):
         """Weighs each side once; a comparison with the template's own text or number is cheap."""
         self.generic_visit(node)
         sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
-        if any(one.op in ("in", "notin") for one in node.ops):
-            if any(any(one.find_all((nodes.Call, nodes.Compare, nodes.Test))) for one in node.ops[:-1]):
+        if any(operand.op in ("in", "notin") for operand in node.ops):
+            if any(any(operand.find_all((nodes.Call, nodes.Compare, nodes.Test))) for operand in node.ops[:-1]):
                 raise SecurityError("a chat template has no use for `in` in a chain of long comparisons")
             return reduce(nodes.And, map(_tested, sides, node.ops))
-        weighed = [one for one in sides if not isinstance(one.expr, nodes.Const)]
-        for one in weighed if len(weighed) > 1 else ():
-            one.expr = _filtered("weighed", one.expr)
+        weighed = [operand for operand in sides if not isinstance(operand.expr, nodes.Const)]
+        for operand in weighed if len(weighed) > 1 else ():
+            operand.expr = _filtered("weighed", operand.expr)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:  # noqa: N802

@@ -38,10 +38,10 @@ class ToolDefinitions:
         if kept is not None:
             spend(len(kept), "tools")
             return kept
-        found = [tools[name] for name in names if name in tools]
-        lines = ["<functions>", *map(self._definition, found), "</functions>"] if found else []
+        definitions = [tools[name] for name in names if name in tools]
+        lines = ["<functions>", *map(self._definition, definitions), "</functions>"] if definitions else []
         text = "\n".join([*lines, *(f"{name} is no longer available." for name in names if name not in tools)])
-        if len(found) < len(names):
+        if len(definitions) < len(names):
             return text
         return self._kept.recall(key) or self._kept.keep(key, text, len(text))  # another thread may have kept it
 

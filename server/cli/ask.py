@@ -89,10 +89,10 @@ class AskedServer:
         if status == http.client.UNAUTHORIZED:
             raise KeyNeeded(self.url)
         try:
-            found = json.loads(body)
+            answer = json.loads(body)
             if status == http.client.OK:
-                return found
-            error = found["error"]
+                return answer
+            error = answer["error"]
             said = error if isinstance(error, str) else str(error["message"])
         except (ValueError, KeyError, TypeError) as error:
             raise StartError(f"what answers at {self.url} is not mlx-serve: status {status}") from error
@@ -119,14 +119,14 @@ HEADINGS = ("NAME", "SIZE", "CONTEXT", "UNTIL", "SERVER")
 def ps(api_key: Key = None, as_json: Json = False) -> None:
     """Prints what is loaded on this machine. Raises StartError at the end where a server refuses."""
     answers, refusals = _ask_all("GET", "/api/ps", api_key)
-    found = [_loaded(model, url) for url, answer in answers.items() for model in answer["models"]]
+    models = [_loaded(model, url) for url, answer in answers.items() for model in answer["models"]]
     text = "No server of yours runs on this machine. `mlx-serve serve` starts one."
-    if found:
-        text = plain_table([HEADINGS, *map(_cells, found)])
+    if models:
+        text = plain_table([HEADINGS, *map(_cells, models)])
     elif answers:
         text = f"No model is loaded at {', '.join(answers)}; one is loaded when a request names it."
     if as_json or answers or not refusals:
-        tell(found, text, as_json)
+        tell(models, text, as_json)
     if refusals:
         raise refusals[0]
 
@@ -209,7 +209,7 @@ def models_at(url: str, api_key: str | None) -> list[Served]:
     try:
         listed = AskedServer(url, api_key, FIND_SECONDS).get("/v1/models")
         models = [model for model in listed["data"] if model["owned_by"].startswith(OWNER)]
-        return [Served(url, one["id"], one.get("context_length") or 0, api_key or "") for one in models]
+        return [Served(url, model["id"], model.get("context_length") or 0, api_key or "") for model in models]
     except KeyNeeded:
         raise
     except (StartError, KeyError, TypeError, AttributeError) as error:

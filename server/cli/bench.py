@@ -59,8 +59,8 @@ def bench(
 
 
 def _beside(others: Sequence[Claim]) -> str:
-    told = ", ".join(f"{claim.model or 'no model yet'}, process {claim.pid}" for claim in others)
-    return f"a server of yours is running ({told})"
+    servers = ", ".join(f"{claim.model or 'no model yet'}, process {claim.pid}" for claim in others)
+    return f"a server of yours is running ({servers})"
 
 
 def _measure(config: ServerConfig, facts: dict[str, str], until: float) -> "BenchResult":
@@ -164,12 +164,12 @@ class BenchResult:
 
     def as_json(self) -> str:
         """Everything for programs."""
-        told = {"machine": self.facts, **self.rows, "seconds": self.seconds, "is_stopped": self.is_stopped}
-        return json.dumps(told, indent=1, ensure_ascii=False)
+        result = {"machine": self.facts, **self.rows, "seconds": self.seconds, "is_stopped": self.is_stopped}
+        return json.dumps(result, indent=1, ensure_ascii=False)
 
     def as_text(self) -> str:
         """Tables for a terminal."""
-        facts = "\n".join(f"{name:<9}  {told}" for name, told in self.facts.items())
+        facts = "\n".join(f"{name:<9}  {value}" for name, value in self.facts.items())
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
         notes = "\n".join(textwrap.fill(note, width, subsequent_indent="  ") for note in self._notes().splitlines())
         tables = (
@@ -181,20 +181,20 @@ class BenchResult:
 
     def as_markdown(self) -> str:
         """The tables in Markdown."""
-        facts = ", ".join(f"{name} {told}" for name, told in self.facts.items())
+        facts = ", ".join(f"{name} {value}" for name, value in self.facts.items())
         tables = ("\n".join([f"{title}:", "", *lines]) for title, lines in self._tables())
         return "\n\n".join([facts, *tables, self._notes()])
 
     def _tables(self) -> Iterator[tuple[str, list[str]]]:
         for name, title in TITLES.items():
-            if found := self.rows[name]:
-                columns = list(dict.fromkeys(key for row in found for key in row))
+            if rows := self.rows[name]:
+                columns = list(dict.fromkeys(key for row in rows for key in row))
                 headings = [column.removesuffix("_ms").replace("_", " ") for column in columns]
-                yield title, markdown_table(headings, [[_cell(row.get(key)) for key in columns] for row in found])
+                yield title, markdown_table(headings, [[_cell(row.get(key)) for key in columns] for row in rows])
 
     def _notes(self) -> str:
         ended = f"Stopped by Ctrl-C after {self.seconds:.0f} s." if self.is_stopped else f"Took {self.seconds:.0f} s."
-        return "\n".join([*(f"Left out: {one}." for one in self.rows["left_out"]), ended])
+        return "\n".join([*(f"Left out: {name}." for name in self.rows["left_out"]), ended])
 
 
 def _cell(value: str | float | None) -> str:

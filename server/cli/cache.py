@@ -23,11 +23,11 @@ from server.cli.options import Json, Key, Url, plain_table, print_json, tell
 
 def show_folders(cache_dir: str | None = None, as_json: Json = False) -> None:
     """Prints one line for each model's folder; raises ConfigError and StartError."""
-    folder, found = _find(cache_dir)
-    text = plain_table([("FOLDER", "SIZE", "LAST USED", ""), *map(_row, found)])
-    if not found:
+    folder, folders = _find(cache_dir)
+    text = plain_table([("FOLDER", "SIZE", "LAST USED", ""), *map(_row, folders)])
+    if not folders:
         text = f"Nothing is kept in {folder}. `mlx-serve serve --cache-disk 20GB` keeps conversations there."
-    tell([_record(entry) for entry in found], text, as_json)
+    tell([_record(entry) for entry in folders], text, as_json)
 
 
 def remove_folders(
@@ -38,8 +38,8 @@ def remove_folders(
     """Deletes folders, by name or model; none if one is unknown or in use. Raises ConfigError and StartError."""
     if bool(names) == everything:
         raise ConfigError("give the folders to remove, or --all")
-    _, found = _find(cache_dir)
-    chosen = [_named(name, found) for name in names] if names else found
+    _, folders = _find(cache_dir)
+    chosen = [_named(name, folders) for name in names] if names else folders
     for entry in chosen:
         if entry.is_in_use:
             raise StartError(f"{entry.path.name} is in use by a running server; stop that first")
@@ -58,8 +58,8 @@ def _find(cache_dir: str | None) -> tuple[Path, list[ModelFolder]]:
         return folder, find_all(folder)
 
 
-def _named(name: str, found: Sequence[ModelFolder]) -> ModelFolder:
-    matches = [entry for entry in found if name in (entry.path.name, entry.model)]
+def _named(name: str, folders: Sequence[ModelFolder]) -> ModelFolder:
+    matches = [entry for entry in folders if name in (entry.path.name, entry.model)]
     if not matches:
         raise StartError(f"there is no folder {name!r}; mlx-serve cache list shows those that are there")
     if len(matches) > 1:
@@ -89,9 +89,9 @@ _Edge = Mapping[str, Any]
 
 def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterator[Text]:
     """Yields the tree in memory, then on disk only, and sums."""
-    held = cache["bytes"]
-    memory = size_text(held["span"] + held["window"] + held["point"] + held["live"])
-    disk = f", {size_text(held['disk'])} on disk" if held["disk"] else ""
+    sizes = cache["bytes"]
+    memory = size_text(sizes["span"] + sizes["window"] + sizes["point"] + sizes["live"])
+    disk = f", {size_text(sizes['disk'])} on disk" if sizes["disk"] else ""
     sums = f"{grouped(cache['num_tokens'])} tokens on {grouped(cache['num_nodes'])} edges, {memory} in memory{disk}"
     yield Text.assemble((printable(cache["model"]), "bold"), f"  {sums}")
     yield from _branches(cache["nodes"], max_depth)
@@ -121,10 +121,10 @@ def _branches(edges: Sequence[_Edge], max_depth: int | None) -> Iterator[Text]:
 
 
 def _num_below(edge: _Edge, below: Mapping[int | None, list[_Edge]]) -> int:
-    found = [edge]
-    for one in found:
-        found += below.get(one["id"], [])
-    return len(found) - 1
+    edges = [edge]
+    for above in edges:
+        edges += below.get(above["id"], [])
+    return len(edges) - 1
 
 
 def _said(edge: _Edge) -> Text:
@@ -136,9 +136,9 @@ def _said(edge: _Edge) -> Text:
         "pinned" if edge.get("pinned") else "",
         "on disk too" if edge.get("disk_tokens", 0) >= edge["tokens"] else "",
     ]
-    told = ", ".join(filter(None, marks))
+    text = ", ".join(filter(None, marks))
     about, words = f"{grouped(edge['tokens'])} {tier}{size}", printable(edge["preview"].replace("\n", " "))
-    return Text.assemble((about, STYLES[tier]), f"  {words}", (f"  ({told})" if told else "", "dim"))
+    return Text.assemble((about, STYLES[tier]), f"  {words}", (f"  ({text})" if text else "", "dim"))
 
 
 def show_tree(

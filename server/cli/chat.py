@@ -280,7 +280,7 @@ TABLE: Sequence[tuple[str, str, Callable[[Chat, str], str]]] = (
 """What a person types, its help, and what is done."""
 _BY_NAME = {name: act for typed, _, act in TABLE for name in re.findall(r"/(\w+|\?)", typed)}
 
-_rows = "\n".join(f"{typed:<16} {told}" for typed, told, _ in TABLE)
+_rows = "\n".join(f"{typed:<16} {meaning}" for typed, meaning, _ in TABLE)
 HELP: str = f"""\
 {_rows}
 /bye             leave, as do /exit, /quit and Ctrl-D
@@ -400,9 +400,9 @@ class JoinedModels:
 
     def change(self, name: str) -> None:
         """Changes to another model of the server. Raises ChatError."""
-        if (found := find_served(name, [self._served.url], self._served.key)) is None:
+        if (server := find_served(name, [self._served.url], self._served.key)) is None:
             raise ChatError(f"the server at {self._served.url} has no model {name!r}; /model lists those it has")
-        self._served = found
+        self._served = server
 
 
 def _parts_of(line: str) -> list[AnswerPart]:
@@ -416,9 +416,9 @@ def _parts_of(line: str) -> list[AnswerPart]:
     parts: list[AnswerPart] = [
         kind(delta[field]) for delta in deltas for field, kind in _KINDS.items() if delta.get(field)
     ]
-    if told := chunk.get("timings"):
-        counts = (int(told["cache_n"]), int(told["prompt_n"]), float(told["prompt_ms"]))
-        parts.append(Timings(*counts, int(told["predicted_n"]), float(told["predicted_ms"])))
+    if meaningngs := chunk.get("timings"):
+        counts = (int(meaningngs["cache_n"]), int(meaningngs["prompt_n"]), float(meaningngs["prompt_ms"]))
+        parts.append(Timings(*counts, int(meaningngs["predicted_n"]), float(meaningngs["predicted_ms"])))
     return parts
 
 

@@ -29,21 +29,25 @@ _MODEL_DEFAULT = "Default: the pulled model that was used last, else demo."
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command a flag for each setting in place of its `given`."""
-    own = [one for one in inspect.signature(command).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    told = [
+    own = [
+        parameter
+        for parameter in inspect.signature(command).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(setting))
         for name, setting in SETTINGS.items()
     ]
-    command.__signature__ = inspect.Signature([*told, *own])  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*told, *own]}
+    command.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*options, *own]}
     return command
 
 
 def _option(setting: Setting) -> Any:
     is_list = isinstance(setting.default, tuple)
     if setting.flag == "MODEL":
-        told = f"{setting.help} {_MODEL_DEFAULT}"
-        return Annotated[list[str] | None, typer.Argument(metavar="MODEL", help=told, autocompletion=model_names)]
+        text = f"{setting.help} {_MODEL_DEFAULT}"
+        return Annotated[list[str] | None, typer.Argument(metavar="MODEL", help=text, autocompletion=model_names)]
     is_switch, default = setting.kind is bool, setting.default
     shown = config.size_literal(setting, default) if setting.is_size and default else default
     info = typer.Option(
@@ -82,10 +86,10 @@ def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
     """As `load_config`; without a MODEL, takes the one used last, and says so."""
     settings = read_settings(given, environment)
-    found = used_last() if settings["models"].origin == "default" else None
-    if found is not None:
-        settings = {**settings, "models": replace(settings["models"], value=(found,))}
-        typer.echo(f"No MODEL is named: taking {found}, which was used last; 'demo' is the built-in one.", err=True)
+    model = used_last() if settings["models"].origin == "default" else None
+    if model is not None:
+        settings = {**settings, "models": replace(settings["models"], value=(model,))}
+        typer.echo(f"No MODEL is named: taking {model}, which was used last; 'demo' is the built-in one.", err=True)
     return config.checked(_with_key(settings))
 
 
@@ -100,7 +104,7 @@ def show_settings(
     settings = read_settings(given, os.environ)
     config.checked(settings)
     file = config_file(os.environ)
-    records = [_record(name, told) for name, told in settings.items()]
+    records = [_record(name, setting) for name, setting in settings.items()]
     shown = {"file": str(file), "exists": file.is_file(), "settings": records}
     table = plain_table(list(map(_row, settings, records)))
     tell(shown, f"{table}\n\nfile: {file}{'' if file.is_file() else ', which is not there'}", as_json)
@@ -128,13 +132,13 @@ def _with_key(settings: Layer) -> Layer:
     return {**settings, "api_key": config.read(SETTINGS["api_key"], replace(file, value=text.strip()))}
 
 
-def _record(name: str, told: ToldSetting) -> dict[str, Any]:
-    setting, is_default = SETTINGS[name], told.origin == "default"
+def _record(name: str, source: ToldSetting) -> dict[str, Any]:
+    setting, is_default = SETTINGS[name], source.origin == "default"
     return {
         "key": setting.key,
-        "value": HIDDEN if name == "api_key" and told.value is not None else told.value,
-        "origin": told.origin,
-        "where": "" if is_default else told.where,
+        "value": HIDDEN if name == "api_key" and source.value is not None else source.value,
+        "origin": source.origin,
+        "where": "" if is_default else source.where,
         "flag": setting.flag,
         "variable": setting.variable,
     }
@@ -147,5 +151,5 @@ def _row(name: str, record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _template_entry(setting: Setting) -> str:
-    told = textwrap.fill(setting.help, 100, initial_indent="# ", subsequent_indent="# ")
-    return f"{told}\n#{setting.key} = {config.toml_value(setting, setting.default)}".rstrip() + "\n"
+    comment = textwrap.fill(setting.help, 100, initial_indent="# ", subsequent_indent="# ")
+    return f"{comment}\n#{setting.key} = {config.toml_value(setting, setting.default)}".rstrip() + "\n"

@@ -83,13 +83,13 @@ def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | 
     query, checkups = {"cache_salt": cache_salt} if cache_salt else {}, list[Checkup]()
     try:
         listed = server.get("/v1/sessions", query)
-        for one in listed["data"]:
+        for session in listed["data"]:
             # Without key and salt the server needs the session's namespace.
-            own = {"namespace": one["namespace"]} if one["namespace"] and not (api_key or query) else query
-            session = server.find("GET", f"/v1/sessions/{quote(one['id'], safe='')}?{urlencode(own)}")
+            own = {"namespace": session["namespace"]} if session["namespace"] and not (api_key or query) else query
+            session = server.find("GET", f"/v1/sessions/{quote(session['id'], safe='')}?{urlencode(own)}")
             # A session may have been forgotten since the list was made.
             checkups += [] if session is None else [checkup_of(session)]
-        refused = [{name: told[name] for name in REFUSED} for told in listed["refused"]]
+        refused = [{name: refusal[name] for name in REFUSED} for refusal in listed["refused"]]
         memory = server.get("/v1/stats", query)["memory"]
         notes = list(_memory_notes(memory["pressure"], memory["idle_limit_bytes"], memory.get("all_models_bytes")))
     except (KeyError, TypeError, ValueError) as error:
@@ -127,24 +127,24 @@ _OF_THE_TEMPLATE = (Cause.TEMPLATE_ARGUMENTS, Cause.THOUGHTS, Cause.CALL_IDS)
 
 
 def _unknown(checkups: Sequence[Checkup]) -> str:
-    found = {loss.miss.cause for one in checkups for loss in one.losses}
-    unsure = [cause.value for cause in _OF_THE_TEMPLATE if cause in found]
+    causes = {loss.miss.cause for checkup in checkups for loss in checkup.losses}
+    unsure = [cause.value for cause in _OF_THE_TEMPLATE if cause in causes]
     decides = f" Only the model's template decides whether {' and '.join(unsure)} cost anything." if unsure else ""
     return f"Tokens are estimated as characters / 4; --model counts them as the model does.{decides}"
 
 
 def _body(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    told = [
+    conversations = [
         {
-            "id": one.name,
-            "turns": one.num_turns,
-            "kept": one.kept,
-            "repeated_call": one.repeated_call and asdict(one.repeated_call),
-            "findings": list(map(asdict, findings_of(one.losses))),
+            "id": checkup.name,
+            "turns": checkup.num_turns,
+            "kept": checkup.kept,
+            "repeated_call": checkup.repeated_call and asdict(checkup.repeated_call),
+            "findings": list(map(asdict, findings_of(checkup.losses))),
         }
-        for one in checkups
+        for checkup in checkups
     ]
-    return {"conversations": told, "savings": asdict(savings_of(checkups)), "refused": refused}
+    return {"conversations": conversations, "savings": asdict(savings_of(checkups)), "refused": refused}
 
 
 def _print(*parts: RenderableType) -> None:
@@ -158,7 +158,7 @@ def _print(*parts: RenderableType) -> None:
 
 
 def _report(checkups: Sequence[Checkup]) -> RenderableType:
-    order = sorted(checkups, key=lambda one: (not one.is_ailing, -one.tokens))
+    order = sorted(checkups, key=lambda checkup: (not checkup.is_ailing, -checkup.tokens))
     return Group(*(part for checkup in order for part in _session(checkup)), "", _summary(checkups))
 
 
@@ -177,11 +177,11 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
 
 def _refused(refused: Sequence[Mapping[str, Any]]) -> RenderableType:
     rows = list[tuple[str, RenderableType]]()
-    for one in refused:
-        whose = f" ({one['session_id']})" if one["session_id"] else ""
-        told = _one_line(f"{one['path']}{whose}: {one['status']} {one['message']}")
-        rows.append((f"{grouped(one['count'])} ×", told))
-    num_requests = sum(one["count"] for one in refused)
+    for refusal in refused:
+        whose = f" ({refusal['session_id']})" if refusal["session_id"] else ""
+        text = _one_line(f"{refusal['path']}{whose}: {refusal['status']} {refusal['message']}")
+        rows.append((f"{grouped(refusal['count'])} ×", text))
+    num_requests = sum(refusal["count"] for refusal in refused)
     return _titled(Text(f"{_plural(num_requests, 'request')} refused", "bold yellow"), rows, justify="right")
 
 
@@ -223,7 +223,7 @@ def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
 
 
 def _excerpt(text: str, start: int) -> Text:
-    word = next(found for found in re.finditer(r"\S+|\s+|\Z", text) if found.end() > start or not found[0])
+    word = next(match for match in re.finditer(r"\S+|\s+|\Z", text) if match.end() > start or not match[0])
     begin = max(0, word.start() - LEAD_CHARACTERS)
     # No half word: the next one begins behind a space, if there is one.
     begin += text[begin : word.start()].find(" ") + 1 if begin and not text[begin - 1].isspace() else 0
@@ -241,17 +241,17 @@ def _cost(finding: Finding) -> str:
 
 
 def _summary(checkups: Sequence[Checkup]) -> str:
-    sessions, num_ailing = _plural(len(checkups), "session"), sum(one.is_ailing for one in checkups)
+    sessions, num_ailing = _plural(len(checkups), "session"), sum(checkup.is_ailing for checkup in checkups)
     if not num_ailing:
         return f"{sessions}; nothing to mend."
     savings = savings_of(checkups)
     time = "" if savings.seconds is None else f" ({seconds_text(savings.seconds)})"
-    told = f"{sessions}, {grouped(num_ailing)} with something to mend: {_plural(savings.tokens, 'token')}{time}"
+    text = f"{sessions}, {grouped(num_ailing)} with something to mend: {_plural(savings.tokens, 'token')}{time}"
     if not savings.seconds_per_turn:
-        return f"{told} evaluated again."
+        return f"{text} evaluated again."
     took = savings.within_seconds or 0.0
     within = "" if took < SHORTEST_SECONDS else f"; {_plural(savings.turns, 'turn')} within {seconds_text(took)}"
-    return f"{told} evaluated again.\nMended, that saves {seconds_text(savings.seconds_per_turn)} per turn{within}."
+    return f"{text} evaluated again.\nMended, that saves {seconds_text(savings.seconds_per_turn)} per turn{within}."
 
 
 def _one_line(text: str) -> str:

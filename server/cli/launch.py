@@ -116,7 +116,7 @@ RECIPES: Mapping[str, _Recipe] = {
 
 def environment_of(recipe: _Recipe, target: Served, environment: Mapping[str, str]) -> dict[str, str]:
     """The agent's environment, given the shell's."""
-    return {name: told for name, told in {**environment, **recipe.start(target)[0]}.items() if told is not None}
+    return {name: value for name, value in {**environment, **recipe.start(target)[0]}.items() if value is not None}
 
 
 def command_of(recipe: _Recipe, target: Served, rest: Sequence[str]) -> list[str]:
@@ -128,8 +128,8 @@ def as_shell(recipe: _Recipe, target: Served, rest: Sequence[str]) -> str:
     """A shell line that starts the agent in the same way."""
     variables, _ = recipe.start(target)
     unset = [f"-u {name}" for name, value in variables.items() if value is None]
-    told = [f"{name}={shlex.quote(value)}" for name, value in variables.items() if value is not None]
-    start = ["env", *unset, *told] if told or unset else []
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items() if value is not None]
+    start = ["env", *unset, *words] if words or unset else []
     return " ".join([*start, shlex.join(command_of(recipe, target, rest))])
 
 

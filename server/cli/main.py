@@ -36,9 +36,9 @@ class _Commands(TyperGroup):
     """Shows the first sentence of each command's help, and imports a command once it is named."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        for heading in dict.fromkeys(told["group"] for told in COMMANDS.values() if "group" in told):
+        for heading in dict.fromkeys(texts["group"] for texts in COMMANDS.values() if "group" in texts):
             with formatter.section(heading):
-                names = [name for name, told in COMMANDS.items() if told.get("group") == heading]
+                names = [name for name, texts in COMMANDS.items() if texts.get("group") == heading]
                 formatter.write_dl([(name, _first_sentence(name)) for name in names])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -61,18 +61,18 @@ class _Group(TyperGroup):
 def load(name: str) -> Any:
     """A command of `COMMANDS`; one with commands below it is a group of those."""
     below = [words for words in COMMANDS if words.startswith(f"{name} ")] or [name]
-    found = typer.Typer(
+    loaded = typer.Typer(
         cls=_Group, name=name, callback=_show_help, invoke_without_command=True, **_PLAIN, **_texts(name)
     )
     for words in below:
         file, _, function = COMMANDS[words]["function"].partition(".")
         own = getattr(import_module(f"server.cli.{file}"), function)
-        found.command(words.rpartition(" ")[2], context_settings=COMMANDS[words].get("settings"), **_texts(words))(
+        loaded.command(words.rpartition(" ")[2], context_settings=COMMANDS[words].get("settings"), **_texts(words))(
             own
         )
-    group: Any = typer.main.get_group(found)
+    group: Any = typer.main.get_group(loaded)
     for words in below:
-        parameters = {one.name: one for one in group.commands[words.rpartition(" ")[2]].params}
+        parameters = {parameter.name: parameter for parameter in group.commands[words.rpartition(" ")[2]].params}
         for own, (metavar, help_text) in COMMANDS[words].get("parameters", {}).items():
             parameters[own].metavar, parameters[own].help = metavar or None, help_text
     return group.commands[name] if below == [name] else group
@@ -84,8 +84,8 @@ def _show_help(context: typer.Context) -> None:
 
 
 def _texts(words: str) -> dict[str, Any]:
-    told = COMMANDS[words]
-    return {"help": told["help"], "short_help": _first_sentence(words), "epilog": _epilog(told["examples"])}
+    texts = COMMANDS[words]
+    return {"help": texts["help"], "short_help": _first_sentence(words), "epilog": _epilog(texts["examples"])}
 
 
 def _first_sentence(words: str) -> str:
@@ -105,9 +105,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=_epilog(("mlx-serve serve demo", "mlx-serve run demo")),
 )
-for _name, _told in COMMANDS.items():
-    if "group" in _told:
-        app.command(_name, help=_told["help"])(lambda: None)
+for _name, _texts_of_command in COMMANDS.items():
+    if "group" in _texts_of_command:
+        app.command(_name, help=_texts_of_command["help"])(lambda: None)
 
 
 @app.callback(invoke_without_command=True)
@@ -150,14 +150,14 @@ def execute(arguments: Sequence[str]) -> int:
         context = getattr(error, "ctx", None)
         message = " ".join(error.format_message().split()).rstrip(".")
         command = context.command_path if context else f"mlx-serve{_named(arguments)}"
-        told, status = f"{message}; see {command} --help", error.exit_code
+        text, status = f"{message}; see {command} --help", error.exit_code
     except (ConfigError, ModelError, StartError, FolderError) as error:
-        told, status = str(error), 2 if isinstance(error, ConfigError) else 1
-    typer.echo(f"mlx-serve: {told}", err=True)
+        text, status = str(error), 2 if isinstance(error, ConfigError) else 1
+    typer.echo(f"mlx-serve: {text}", err=True)
     return status
 
 
 def _named(arguments: Sequence[str]) -> str:
     """The command that arguments begin with, behind a space. A flag without its value does not say it."""
-    found = (" ".join(arguments[:number]) for number in (2, 1))
-    return next((f" {words}" for words in found if words in COMMANDS), "")
+    commands = (" ".join(arguments[:number]) for number in (2, 1))
+    return next((f" {words}" for words in commands if words in COMMANDS), "")

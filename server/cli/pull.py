@@ -65,8 +65,10 @@ def pull_for_person(
         console.out(json.dumps({"status": "success", "name": name, "path": str(folder)}, ensure_ascii=False))
         return
     console.print(f"{name} is here: {folder}", soft_wrap=True)
-    if mtp is None and (found := find_mtp(name, folder)) is not None:
-        console.print(f"Get its MTP module too, and it drafts: mlx-serve pull {name} --mtp {found}", soft_wrap=True)
+    if mtp is None and (repository := find_mtp(name, folder)) is not None:
+        console.print(
+            f"Get its MTP module too, and it drafts: mlx-serve pull {name} --mtp {repository}", soft_wrap=True
+        )
     console.print(f"Try it: mlx-serve run {name}", soft_wrap=True)
 
 
@@ -128,11 +130,11 @@ def _source(name: str) -> Path:
 
 def _check_result(name: str, folder: Path, bits: int | None, target: Path) -> None:
     """Raises StartError where neither memory nor disk can hold the result."""
-    tensors = [one for file in find_weight_files(folder) for one in read_header(file).values()]
+    tensors = [tensor for file in find_weight_files(folder) for tensor in read_header(file).values()]
     if bits is not None and read_json(folder / "config.json").get("quantization"):
         raise StartError(f"{name} is quantized already; convert the weights that it was made from")
     # A scale and a bias of 16 bits for 64 weights.
-    quantized_bytes = int(sum(math.prod(one["shape"]) for one in tensors) * ((bits or 4) + 0.5) / 8)
+    quantized_bytes = int(sum(math.prod(tensor["shape"]) for tensor in tensors) * ((bits or 4) + 0.5) / 8)
     needed_bytes = total_bytes(folder) if bits is None else quantized_bytes
     limit_bytes = largest_weights_bytes(this_machine())
     if needed_bytes > limit_bytes:
@@ -146,23 +148,23 @@ def _check_result(name: str, folder: Path, bits: int | None, target: Path) -> No
 
 
 @contextmanager
-def _bar(console: Console, told: str) -> Iterator[Callable[..., None]]:
+def _bar(console: Console, label: str) -> Iterator[Callable[..., None]]:
     """Yields what changes the bar, which a terminal alone shows: `completed`, `total` and `description`."""
     figures = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description}"), *figures)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield partial(progress.update, progress.add_task(told, total=None))
+        yield partial(progress.update, progress.add_task(label, total=None))
 
 
 def choose(name: str, limit_bytes: int) -> names.ShortName | None:
     """The largest model of a family that fits, None for no family; raises ModelNotFound."""
     family = () if Path(name).expanduser().is_dir() else names.find_family(name)
-    found = names.largest(family, limit_bytes)
-    if family and found is None:
+    size = names.largest(family, limit_bytes)
+    if family and size is None:
         takes = f"The smallest of {name}, {family[0].name}, takes {_about(family[0])}"
         room = f"this machine has memory for {size_text(max(limit_bytes, 0))} of weights"
         raise ModelNotFound(f"{takes}, and {room}")
-    return found
+    return size
 
 
 def offer(name: str) -> str | None:

@@ -84,9 +84,9 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     """Labels and texts; an empty label continues the line before."""
     model = service.asked_for
     yield "model", f"{model.id}, {count_text(model.facts.num_parameters)} parameters"
-    held, on_disk = size_text(service.memory.weights_bytes), size_text(service.model.facts.stored_bytes)
+    size, on_disk = size_text(service.memory.weights_bytes), size_text(service.model.facts.stored_bytes)
     is_as_stored, precision = service.loaded.precision is Precision.STORED, service.loaded.precision.value
-    yield "weights", held if is_as_stored else f"{held}, as {precision}: fastest on this CPU ({on_disk} on disk)"
+    yield "weights", size if is_as_stored else f"{size}, as {precision}: fastest on this CPU ({on_disk} on disk)"
     if service.opened.variants:
         yield "adapters", ", ".join(service.opened.variants)
     if service.seconds_per_token is not None and sys.platform == "linux":
@@ -99,8 +99,8 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     yield "rest", _rest_text(service)
     for other in around.others:
         # A claim names the model and its memory once the model is loaded.
-        told = f"{size_text(other.memory_bytes)} are claimed by {other.model}"
-        yield "beside", f"{told if other.model else 'a server is starting'}, process {other.pid}"
+        claim = f"{size_text(other.memory_bytes)} are claimed by {other.model}"
+        yield "beside", f"{claim if other.model else 'a server is starting'}, process {other.pid}"
     limit = "" if model.context_tokens < service.loaded.context_tokens else " (the model's limit)"
     yield "context", f"{grouped(model.context_tokens)} tokens{limit}"
     if config.cache_disk_bytes is not None:
@@ -197,17 +197,17 @@ def urls(address: str, port: int) -> list[str]:
 
 
 def _own_addresses(*, is_ipv6: bool) -> list[str]:
-    found: list[str] = []
+    addresses: list[str] = []
     families = [family for family in _ELSEWHERE if is_ipv6 or family is socket.AF_INET]
     for family in families:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as way_out:
             way_out.connect(_ELSEWHERE[family])
-            found.append(str(way_out.getsockname()[0]))
+            addresses.append(str(way_out.getsockname()[0]))
     with contextlib.suppress(OSError):
         named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        found += [str(entry[4][0]) for entry in named if entry[0] in families]
-    kinds = ((address, ipaddress.ip_address(address)) for address in dict.fromkeys(found))
-    return [name for name, one in kinds if not (one.is_loopback or one.is_unspecified or one.is_link_local)]
+        addresses += [str(entry[4][0]) for entry in named if entry[0] in families]
+    kinds = ((address, ipaddress.ip_address(address)) for address in dict.fromkeys(addresses))
+    return [name for name, ip in kinds if not (ip.is_loopback or ip.is_unspecified or ip.is_link_local)]
 
 
 def _url(host: str, port: int) -> str:
@@ -367,13 +367,13 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
 def bind(host: str, port: int) -> list[socket.socket]:
     """A socket that does not listen yet; for `localhost` one for each address. Raises StartError."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise StartError(f"{host!r} is no address to listen on: {error}") from error
-    addresses = list(dict.fromkeys((entry[0], str(entry[4][0])) for entry in found))
+    addresses = list(dict.fromkeys((entry[0], str(entry[4][0])) for entry in entries))
     if all(is_for_this_machine(address) for _, address in addresses):
         # Clients try either first.
-        addresses.sort(key=lambda one: one[0] is not socket.AF_INET)
+        addresses.sort(key=lambda address: address[0] is not socket.AF_INET)
     else:
         del addresses[1:]
     with contextlib.ExitStack() as stack:

@@ -95,12 +95,12 @@ def create(
     """Makes a model from a Modelfile; raises ModelError and StartError."""
     text, folder = _read(file)
     with told_as(ModelfileError, file, ModelfileError):
-        told = Modelfile.parse(text)
+        modelfile = Modelfile.parse(text)
         # A path is relative to the Modelfile's folder.
-        is_path = told.base.startswith(("./", "../")) or told.base in (".", "..")
-        base = str(folder / told.base) if is_path else told.base
-        made = library.create(name, names.place_of(base), told)
-    idle = sorted({key for key, _ in told.parameters if key.lower() in WITHOUT_EFFECT})
+        is_path = modelfile.base.startswith(("./", "../")) or modelfile.base in (".", "..")
+        base = str(folder / modelfile.base) if is_path else modelfile.base
+        made = library.create(name, names.place_of(base), modelfile)
+    idle = sorted({key for key, _ in modelfile.parameters if key.lower() in WITHOUT_EFFECT})
     note = f" {', '.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect here." if idle else ""
     record = {"name": made.short_name, "from": str(made.weights), "without_effect": idle}
     said = f"{made.short_name} is made from {made.weights}.{note}\nTry it: mlx-serve run {made.short_name}"
@@ -125,20 +125,20 @@ def check_files(
     """Prints faults of a model's files; exit status 1 if any. Raises ModelError."""
     place = names.place_of(name)
     folder = names.files_of(place)
-    found, num_files, num_compared = library.verify(folder)
-    damaged = [file for file in found if (folder / file).exists()]
+    fault_of, num_files, num_compared = library.verify(folder)
+    damaged = [file for file in fault_of if (folder / file).exists()]
     removed = damaged if removes_damaged and place.kind == "repository" else []
     for file in removed:
         (folder / file).resolve().unlink()
-    faults = [{"file": file, "fault": fault} for file, fault in found.items()]
+    faults = [{"file": file, "fault": fault} for file, fault in fault_of.items()]
     record = {"name": name, "files": num_files, "compared": num_compared, "faults": faults, "removed": removed}
     whole = f"{name} is whole: {num_compared} files have the hub's hash."
     if unknown := num_files - num_compared:
         whole = f"{name} has its {num_files} files. No hash is known of {unknown}; the length of weights is right."
-    tell(record, "\n".join(f"{file}: {fault}" for file, fault in found.items()) or whole, as_json)
-    if found and not as_json:
+    tell(record, "\n".join(f"{file}: {fault}" for file, fault in fault_of.items()) or whole, as_json)
+    if faults and not as_json:
         typer.echo(f"mlx-serve: {_advice(name, place, are_removed=bool(removed))}", err=True)
-    raise typer.Exit(1 if found else 0)
+    raise typer.Exit(1 if faults else 0)
 
 
 def _advice(name: str, place: WeightsPlace, *, are_removed: bool) -> str:
@@ -162,7 +162,7 @@ def _record(model: names.InstalledModel, place: WeightsPlace) -> dict[str, Any]:
         "context_tokens": _context(model, defaults.context_tokens),
         "parameters": list(map(list, defaults.parameters())),
         "system": None if stored is None else defaults.system,
-        "messages": [[one.role, one.content] for one in defaults.messages],
+        "messages": [[message.role, message.content] for message in defaults.messages],
         "license": None if stored is None else stored.license,
         "files": sorted(path.name for path in model.path.iterdir() if path.is_file()),
         "created": None if stored is None else stored.created.isoformat(),

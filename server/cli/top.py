@@ -54,29 +54,32 @@ class TopPage:
 def lines(stats: Mapping[str, Any], screen: TopPage) -> list[Text]:
     """As many lines as fit."""
     up = f" {stats['version']}  up {seconds_text(stats['uptime_seconds'])}  {stats['status']}"
-    found = [Text.assemble(("mlx-serve", "bold"), f"{up}  {screen.url}")]
+    shown = [Text.assemble(("mlx-serve", "bold"), f"{up}  {screen.url}")]
     if screen.problem is not None:
-        found.append(Text(f"trying again: {screen.problem}", "red"))
+        shown.append(Text(f"trying again: {screen.problem}", "red"))
     if screen.shows_help:
-        found += [Text(""), *map(Text, HELP)]
+        shown += [Text(""), *map(Text, HELP)]
     else:
-        found += _body(stats, screen, screen.height - len(found))
-    for line in found:
+        shown += _body(stats, screen, screen.height - len(shown))
+    for line in shown:
         line.truncate(screen.width, overflow="ellipsis")
-    return found[: screen.height]
+    return shown[: screen.height]
 
 
 def _body(stats: Mapping[str, Any], screen: TopPage, height: int) -> list[Text]:
-    found = [*_totals(stats), Text("")]
+    rows = [*_totals(stats), Text("")]
     for model in stats["models"]:
-        found += _model(model)
-    found += [Text(f"{printable(one['id'])} is being loaded: {printable(one['step'])}") for one in stats["loading"]]
+        rows += _model(model)
+    rows += [
+        Text(f"{printable(loading['id'])} is being loaded: {printable(loading['step'])}")
+        for loading in stats["loading"]
+    ]
     if not stats["models"] and not stats["loading"]:
-        found.append(Text("no model is loaded"))
-    found.append(Text(""))
+        rows.append(Text("no model is loaded"))
+    rows.append(Text(""))
     again = _again(stats)
-    room = max(1, height - len(found) - len(again) - 1)
-    return [*found, *_requests(stats["requests"], screen, room), *again]
+    room = max(1, height - len(rows) - len(again) - 1)
+    return [*rows, *_requests(stats["requests"], screen, room), *again]
 
 
 def _totals(stats: Mapping[str, Any]) -> Iterator[Text]:
@@ -95,9 +98,9 @@ def _model(model: Mapping[str, Any]) -> Iterator[Text]:
         (printable(model["id"]), "bold"), f"  {busy} of {slots['total']} slots, {model['waiting']} wait"
     )
     budget = cache["budget_bytes"]
-    held = [(cache["live_bytes"], "green"), (cache["stored_bytes"], "blue")]
+    sizes = [(cache["live_bytes"], "green"), (cache["stored_bytes"], "blue")]
     said = f" live {size_text(cache['live_bytes'])}, stored {size_text(cache['stored_bytes'])} of {size_text(budget)}"
-    yield Text.assemble("memory ", gauge(held, budget, BAR), said)
+    yield Text.assemble("memory ", gauge(sizes, budget, BAR), said)
     if model["disk_budget_bytes"] is not None:
         disk_bytes, budget = cache["disk_bytes"], model["disk_budget_bytes"]
         said = f" {size_text(disk_bytes)} of {size_text(budget)}"
@@ -109,24 +112,24 @@ def _requests(requests: Sequence[Mapping[str, Any]], screen: TopPage, room: int)
         yield Text("no request is running", "dim")
         return
     yield Text(_row("SLOT", "SESSION", "PHASE", "PROMPT", "OUTPUT", "TIME"), "bold")
-    order = sorted(requests, key=lambda one: (one["slot"] is None, one["slot"] or 0, one["received"]))
+    order = sorted(requests, key=lambda request: (request["slot"] is None, request["slot"] or 0, request["received"]))
     first = min(screen.first, max(0, len(order) - 1))
     shown = order[first : first + max(1, room - 1)]
-    for one in shown:
-        yield Text(_request(one, screen.speeds.get(one["id"])))
+    for request in shown:
+        yield Text(_request(request, screen.speeds.get(request["id"])))
     left = len(order) - first - len(shown)
     if first or left:
         yield Text(f"{first} before, {left} behind: up and down move", "dim")
 
 
-def _request(one: Mapping[str, Any], speed: float | None) -> str:
-    done = one["cached_tokens"] + one["evaluated_tokens"]
-    is_prefill = one["phase"] == "prefill"
-    prompt = f"{percent_text(done, one['prompt_tokens'])} of " if is_prefill else ""
-    output = grouped(one["completion_tokens"]) + (f" {speed:.0f}/s" if speed and not is_prefill else "")
-    slot, session = "-" if one["slot"] is None else str(one["slot"]), printable(one["session_id"] or "-")
-    prompt += grouped(one["prompt_tokens"])
-    return _row(slot, session, one["phase"], prompt, output, seconds_text(one["seconds"]))
+def _request(request: Mapping[str, Any], speed: float | None) -> str:
+    done = request["cached_tokens"] + request["evaluated_tokens"]
+    is_prefill = request["phase"] == "prefill"
+    prompt = f"{percent_text(done, request['prompt_tokens'])} of " if is_prefill else ""
+    output = grouped(request["completion_tokens"]) + (f" {speed:.0f}/s" if speed and not is_prefill else "")
+    slot, session = "-" if request["slot"] is None else str(request["slot"]), printable(request["session_id"] or "-")
+    prompt += grouped(request["prompt_tokens"])
+    return _row(slot, session, request["phase"], prompt, output, seconds_text(request["seconds"]))
 
 
 def _row(slot: str, session: str, phase: str, prompt: str, output: str, time: str) -> str:
@@ -134,7 +137,7 @@ def _row(slot: str, session: str, phase: str, prompt: str, output: str, time: st
 
 
 def _again(stats: Mapping[str, Any]) -> list[Text]:
-    lost = ((one["reason"].replace("_", " "), one["tokens"]) for one in stats["totals"]["misses"])
+    lost = ((miss["reason"].replace("_", " "), miss["tokens"]) for miss in stats["totals"]["misses"])
     said = ", ".join(f"{reason} {grouped(tokens)}" for reason, tokens in lost if tokens)
     return [Text(""), Text(f"again  {said}")] if said else []
 
@@ -157,11 +160,11 @@ TIMEOUT_SECONDS = 5.0
 def speeds_between(before: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str, float]:
     """Tokens per second of each request that both figures have."""
     passed = stats["time"] - before["time"]
-    tokens = {one["id"]: one["completion_tokens"] for one in before["requests"]}
+    tokens = {request["id"]: request["completion_tokens"] for request in before["requests"]}
     return {
-        one["id"]: (one["completion_tokens"] - tokens[one["id"]]) / passed
-        for one in stats["requests"]
-        if one["id"] in tokens and passed > 0
+        request["id"]: (request["completion_tokens"] - tokens[request["id"]]) / passed
+        for request in stats["requests"]
+        if request["id"] in tokens and passed > 0
     }
 
 

@@ -129,7 +129,7 @@ def log_stacks() -> None:
     """Logs what each thread of Python does, in a line each."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        calls = (f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in traceback.extract_stack(frame))
+        calls = (f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in traceback.extract_stack(frame))
         logger.critical("thread %s: %s", names.get(ident, ident), " > ".join(calls))
 
 
@@ -186,12 +186,12 @@ class Watchdog:
         # Writing the stacks may hang: the second alarm ends the process at once.
         own = (max(self._alarm_at - now, 0.01), 1.0) if self._num_ends else (0.0, 0.0)
         left, interval = signal.setitimer(signal.ITIMER_REAL, *own)
-        told = b""
+        events = b""
         with contextlib.suppress(BlockingIOError):
-            told = os.read(self._read_end, 1 << 20)
+            events = os.read(self._read_end, 1 << 20)
         # `alarm` sets no interval. A timer that went off writes no "Stack": the thread has run all the same.
-        is_sigterm = not told and not interval and 0 < left <= signal.SIGTERM
-        if is_sigterm or b"Stack" in told:
+        is_sigterm = not events and not interval and 0 < left <= signal.SIGTERM
+        if is_sigterm or b"Stack" in events:
             self.end()
             self._set_alarm(now)
             self.on_signal()

@@ -94,8 +94,10 @@ def with_missing_bytes(reuse: Reuse, missing_bytes: int) -> Reuse:
     """Adds to a loss of evicted state how much more memory would have kept the state, if known and above 0."""
     if missing_bytes <= 0:
         return reuse
-    told = (replace(one, missing_bytes=missing_bytes) if one.cause is Cause.EVICTED else one for one in reuse.misses)
-    return replace(reuse, misses=tuple(told))
+    misses = (
+        replace(miss, missing_bytes=missing_bytes) if miss.cause is Cause.EVICTED else miss for miss in reuse.misses
+    )
+    return replace(reuse, misses=tuple(misses))
 
 
 def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
@@ -122,8 +124,8 @@ def _misses(previous: EvaluatedTurn, request: Rendered, match: int, hit: int) ->
     is_known = request.prompt.shares_state_with(previous.prompt)
     common = min(common_prefix_length(previous.tokens, request.tokens), longest) if is_known else 0
     by_state, by_change = max(0, min(common, reach) - hit), max(0, reach - max(common, hit))
-    found = find_changes_between(previous, request.prompt) if by_change else []
-    changes = list(_shown(found, request.outline.message_at(common)[0]))
+    differences = find_changes_between(previous, request.prompt) if by_change else []
+    changes = list(_shown(differences, request.outline.message_at(common)[0]))
     if by_change and match >= common and previous.lost is None:
         num_missing = min(previous.num_prompt_tokens, common) - hit
         if _is_consequence(changes, by_state, num_missing):
@@ -144,12 +146,12 @@ def _shown(changes: Sequence[Miss], index: int | None) -> Iterator[Miss]:
     The template shows no change where the tokens of its message are the same. Its arguments are blamed only where no
     message explains the place.
     """
-    placed = [one for one in changes if index is not None and one.message_index is not None]
-    is_explained = any(one.message_index <= index <= one.message_index + 1 for one in placed)  # type: ignore[operator]
-    for one in changes:
-        is_hidden = one in placed and one.message_index + 1 < index  # type: ignore[operator]
-        if not is_hidden and not (is_explained and one.cause is Cause.TEMPLATE_ARGUMENTS):
-            yield one
+    placed = [change for change in changes if index is not None and change.message_index is not None]
+    is_explained = any(change.message_index <= index <= change.message_index + 1 for change in placed)  # type: ignore[operator]
+    for change in changes:
+        is_hidden = change in placed and change.message_index + 1 < index  # type: ignore[operator]
+        if not is_hidden and not (is_explained and change.cause is Cause.TEMPLATE_ARGUMENTS):
+            yield change
 
 
 def _is_consequence(changes: Sequence[Miss], by_state: int, num_missing: int) -> bool:
@@ -216,7 +218,7 @@ class Conversations:
             parts = tuple(known.get(part, part) for part in turn.prompt.parts)
             turn = replace(turn, prompt=replace(turn.prompt, parts=parts))
             if _goes_on(previous, turn.prompt):
-                turns = [one for one in turns if one is not previous]
+                turns = [turn for turn in turns if turn is not previous]
         self._put(name, [*turns, turn][-MAX_TURNS:])
         while len(self._turns) > MAX_CONVERSATIONS or self.num_bytes > self._max_bytes:
             self._drop_one()
@@ -235,7 +237,7 @@ class Conversations:
         later = itertools.takewhile(lambda other: other != name, reversed(self._turns))
         turns = [self._turns[other][-1] for other in later]
         own = (turn.tokens for turn in turns if turn.prompt.model == request.prompt.model)
-        return len(request.tokens) + sum(len(one) - common_prefix_length(one, request.tokens) for one in own)
+        return len(request.tokens) + sum(len(tokens) - common_prefix_length(tokens, request.tokens) for tokens in own)
 
     def forget(self, namespace: str, conversation_id: str) -> None:
         """An unknown conversation is no error."""
@@ -305,8 +307,8 @@ class Conversations:
         latest = list(itertools.islice(ours, MAX_NEIGHBOURS))
         if any(turn.prompt.head == later.head for turn in latest):
             return None
-        found = next((turn for turn in latest if find_volatile_head(turn.prompt, later)), None)
-        return replace(found, is_neighbour=True) if found is not None else None
+        neighbour = next((turn for turn in latest if find_volatile_head(turn.prompt, later)), None)
+        return replace(neighbour, is_neighbour=True) if neighbour is not None else None
 
     @staticmethod
     def _closest(turns: list[EvaluatedTurn], request: Rendered) -> EvaluatedTurn | None:
@@ -336,7 +338,7 @@ def _is_beside(earlier: Turn, later: Prompt) -> bool:
     shares, is_first = earlier.num_shared(later) > 0, bool(later.tools) and not later.has_replies
     if is_first and not shares and sorted(tool_names(earlier.prompt)) != sorted(tool_names(later)):
         return True
-    if any(is_version(one, other) for one in ours for other in theirs):
+    if any(is_version(part, other) for part in ours for other in theirs):
         return False
     return shares or is_first or (bool(later.tools) and not earlier.prompt.tools)
 
@@ -354,7 +356,9 @@ def _belongs(turn: EvaluatedTurn, later: Prompt) -> bool:
 def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
     if len(later.parts) < len(earlier.parts) or not later.has_replies:
         return False
-    ours, theirs = (next((part.shown for part in one.parts if not part.is_system), "") for one in (earlier, later))
+    ours, theirs = (
+        next((part.shown for part in prompt.parts if not part.is_system), "") for prompt in (earlier, later)
+    )
     return 2 * sum(shared_ends(ours, theirs)) > max(len(ours), len(theirs), 40)
 
 

@@ -143,14 +143,14 @@ def is_flattened(earlier: Turn, later: Prompt) -> bool:
         return False
     shared = shared_length(firsts[0].text, firsts[1].text)
     reply, added = earlier.reply.text if earlier.reply else "", firsts[1].text[shared:]
-    told = (reply, *(json.dumps(reply, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)))
-    holds_reply = bool(reply.strip()) and any(text in added for text in told)
+    forms = (reply, *(json.dumps(reply, ensure_ascii=is_ascii)[1:-1] for is_ascii in (False, True)))
+    holds_reply = bool(reply.strip()) and any(text in added for text in forms)
     return shared >= MIN_FLAT_SHARE * len(firsts[0].text) > 0 and (holds_reply or bool(_TOLD_REPLY.search(added)))
 
 
 def _firsts(*prompts: Prompt) -> list[Part]:
     """Each request's first message after the system's."""
-    return [one.parts[one.num_head] for one in prompts if one.num_head < len(one.parts)]
+    return [prompt.parts[prompt.num_head] for prompt in prompts if prompt.num_head < len(prompt.parts)]
 
 
 def _text(parts: Iterable[Part]) -> str:
@@ -167,10 +167,10 @@ def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Miss]:
         yield _miss(Cause.TOOLS, before=", ".join(names), after=", ".join(other_names))
         return
     if sorted(map(_canonical, ours)) == sorted(map(_canonical, theirs)):
-        found = [change_at(before, after, Cause.REORDERED)]
+        changes = [change_at(before, after, Cause.REORDERED)]
     else:
-        found = find_changes(*(text.replace("\\n", "\n").replace("\\t", "\t") for text in (before, after)))
-    for change in found:
+        changes = find_changes(*(text.replace("\\n", "\n").replace("\\t", "\t") for text in (before, after)))
+    for change in changes:
         yield _miss(change.cause, before=change.before, after=change.after, reason=MissReason.TOOLS_CHANGED)
 
 
@@ -194,8 +194,8 @@ def _plain_changes(earlier: Turn, later: Prompt) -> Iterator[Miss]:
     after = later.parts[0].text
     own = earlier.prompt.parts[0].text
     if not (after.startswith((before, own)) or own.startswith(after)):
-        for found in find_changes(before[: len(after)], after[: len(before)]):
-            yield _miss(found.cause, before=found.before, after=found.after, reason=MissReason.MESSAGES_CHANGED)
+        for change in find_changes(before[: len(after)], after[: len(before)]):
+            yield _miss(change.cause, before=change.before, after=change.after, reason=MissReason.MESSAGES_CHANGED)
 
 
 class _MessageDiff:
@@ -231,32 +231,32 @@ class _MessageDiff:
         reply = self._ours[self._reply].text.strip() if self._reply is not None else ""
         if len(self._firsts) < 2 or not any(part.role == "assistant" for part in self._ours):
             return False
-        told = [part.text for part in self._theirs[self._later.num_head :][:2]]
-        if len(reply) > MIN_SUMMARY_CHARACTERS and any(reply in text for text in told):
+        texts = [part.text for part in self._theirs[self._later.num_head :][:2]]
+        if len(reply) > MIN_SUMMARY_CHARACTERS and any(reply in text for text in texts):
             return True
         is_same_agent = self._prompt.num_head == self._later.num_head == 0 or is_version(
             self._ours[0], self._theirs[0]
         )
-        return is_same_agent and any(_SUMMARY.search(text[:MIN_TAIL_CHARACTERS]) for text in told)
+        return is_same_agent and any(_SUMMARY.search(text[:MIN_TAIL_CHARACTERS]) for text in texts)
 
     def volatile_head(self, *, only: bool = False) -> list[Miss]:
         """As `find_volatile_head`; with `only`, none if more differs."""
-        found: list[Miss] = []
-        for index, (one, other) in enumerate(zip(self._prompt.head, self._later.head, strict=False)):
-            if one == other:
+        misses: list[Miss] = []
+        for index, (part, other) in enumerate(zip(self._prompt.head, self._later.head, strict=False)):
+            if part == other:
                 continue
-            if not is_version(one, other):
-                return [] if only else found
-            found += [
+            if not is_version(part, other):
+                return [] if only else misses
+            misses += [
                 _miss(change.cause, index, other.role, change.before, change.after, reason=MissReason.SYSTEM_CHANGED)
-                for change in find_changes(one.text, other.text)
+                for change in find_changes(part.text, other.text)
                 if not change.is_removed
             ]
-        volatile = [change for change in found if change.cause in _VOLATILE]
-        if not only or len(volatile) == len(found):
+        volatile = [change for change in misses if change.cause in _VOLATILE]
+        if not only or len(volatile) == len(misses):
             return volatile
         _, num_tail = shared_ends(_text(self._prompt.head), _text(self._later.head))
-        return found[:1] if num_tail >= MIN_TAIL_CHARACTERS else []
+        return misses[:1] if num_tail >= MIN_TAIL_CHARACTERS else []
 
     def _blocks(self) -> Iterator[tuple[int, int, int, int]]:
         head = shared_length(self._ours, self._theirs)
@@ -274,10 +274,10 @@ class _MessageDiff:
     def _num_moved(self, start: int) -> int:
         """Number of messages of one role that the other request has in another order, as results of tools."""
         ours, theirs, seen = self._ours[start:], self._theirs[start:], Counter[Part]()
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=False), 1):
-            seen.update([one])
+        for number, (part, other) in enumerate(zip(ours, theirs, strict=False), 1):
+            seen.update([part])
             seen.subtract([other])
-            if one.role != other.role or one.role != ours[0].role:
+            if part.role != other.role or part.role != ours[0].role:
                 return 0
             if not any(seen.values()):
                 return number
@@ -321,34 +321,34 @@ class _MessageDiff:
         """Whether example questions and replies were replaced, and all messages after them are the same."""
         ours, theirs = self._ours[i1:i2], self._theirs[j1:j2]
         is_exchange = len(ours) == len(theirs) > 1 and all(
-            one.role == other.role == role
-            for one, other, role in zip(ours, theirs, cycle(("user", "assistant")), strict=False)
+            part.role == other.role == role
+            for part, other, role in zip(ours, theirs, cycle(("user", "assistant")), strict=False)
         )
         return is_exchange and i1 == self._prompt.num_head and i2 <= len(self._prompt.parts)
 
     def _is_pair(self, i: int, j: int) -> bool:
-        one, other = self._ours[i], self._theirs[j]
-        if one.role != other.role:
-            return one.shown == other.shown != ""
-        return i == self._reply or (one.is_system and i < self._prompt.num_head) or is_version(one, other)
+        part, other = self._ours[i], self._theirs[j]
+        if part.role != other.role:
+            return part.shown == other.shown != ""
+        return i == self._reply or (part.is_system and i < self._prompt.num_head) or is_version(part, other)
 
     def _edits(self, i: int, j: int) -> Iterator[Miss]:
-        one, other = self._ours[i], self._theirs[j]
-        if one.role != other.role:
-            yield _miss(Cause.ROLE, j, other.role, one.role, other.role)
+        part, other = self._ours[i], self._theirs[j]
+        if part.role != other.role:
+            yield _miss(Cause.ROLE, j, other.role, part.role, other.role)
             return
         if self._has_shed_a_note(i, other):
-            yield _change(Cause.NOTE, j, one, other)
+            yield _change(Cause.NOTE, j, part, other)
             return
-        is_reply, reason = one.role == "assistant", MissReason.MESSAGES_CHANGED
-        if one.is_system and j < self._later.num_head:
+        is_reply, reason = part.role == "assistant", MissReason.MESSAGES_CHANGED
+        if part.is_system and j < self._later.num_head:
             reason = MissReason.SYSTEM_CHANGED
         elif is_reply:
             reason = MissReason.REPLY_CHANGED
-        for cause, before, after in _part_changes(one, other):
+        for cause, before, after in _part_changes(part, other):
             named = cause
             if cause is Cause.COUNTER and (
-                other.role == "tool" or is_in_code(other.text, shared_length(one.text, other.text))
+                other.role == "tool" or is_in_code(other.text, shared_length(part.text, other.text))
             ):
                 named = Cause.EDITED  # figures of a result or a file count nothing
             if is_reply and cause in (Cause.EDITED, Cause.COUNTER):
@@ -409,28 +409,28 @@ class _MessageDiff:
         return _change(cause, j1, part, other)
 
 
-def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
-    if _lacks_thoughts(one, other):
-        yield Cause.THOUGHTS, excerpt(one.shown, 0), excerpt(other.shown, 0)
+def _part_changes(part: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
+    if _lacks_thoughts(part, other):
+        yield Cause.THOUGHTS, excerpt(part.shown, 0), excerpt(other.shown, 0)
         return
-    if one.text != other.text:
-        yield from (change[:3] for change in find_changes(one.text, other.text))
-    elif one.reasoning != other.reasoning:
+    if part.text != other.text:
+        yield from (change[:3] for change in find_changes(part.text, other.text))
+    elif part.reasoning != other.reasoning:
         cause = Cause.EDITED if other.reasoning else Cause.THOUGHTS
-        yield cause, excerpt(one.reasoning, 0), excerpt(other.reasoning, 0)
-    if one.calls != other.calls:
-        before, after = "\n".join(one.calls), "\n".join(other.calls)
+        yield cause, excerpt(part.reasoning, 0), excerpt(other.reasoning, 0)
+    if part.calls != other.calls:
+        before, after = "\n".join(part.calls), "\n".join(other.calls)
         start = shared_length(before, after)
-        is_same = sorted(map(_canonical, one.calls)) == sorted(map(_canonical, other.calls))
+        is_same = sorted(map(_canonical, part.calls)) == sorted(map(_canonical, other.calls))
         yield Cause.REORDERED if is_same else Cause.EDITED, excerpt(before, start), excerpt(after, start)
-    elif one.call_ids != other.call_ids and one.text == other.text:
-        yield Cause.CALL_IDS, ", ".join(one.call_ids), ", ".join(other.call_ids)
+    elif part.call_ids != other.call_ids and part.text == other.text:
+        yield Cause.CALL_IDS, ", ".join(part.call_ids), ", ".join(other.call_ids)
 
 
-def _lacks_thoughts(one: Part, other: Part) -> bool:
-    is_same = _without_thoughts(one) == other.text.strip() and one.calls == other.calls
-    had_reasoning = bool(one.reasoning) or one.text.strip() != other.text.strip()
-    return one.role == "assistant" and is_same and had_reasoning and not other.reasoning
+def _lacks_thoughts(part: Part, other: Part) -> bool:
+    is_same = _without_thoughts(part) == other.text.strip() and part.calls == other.calls
+    had_reasoning = bool(part.reasoning) or part.text.strip() != other.text.strip()
+    return part.role == "assistant" and is_same and had_reasoning and not other.reasoning
 
 
 def _without_thoughts(part: Part) -> str:
@@ -439,11 +439,11 @@ def _without_thoughts(part: Part) -> str:
 
 def thoughts_apart(part: Part) -> Part:
     """The message with leading thoughts moved from its text into `reasoning`."""
-    found = _REASONING.match(part.text.lstrip()) if part.role == "assistant" else None
-    if found is None:
+    match = _REASONING.match(part.text.lstrip()) if part.role == "assistant" else None
+    if match is None:
         return part
-    reasoning = part.reasoning or (found[1] or found[2] or "").strip()
-    return replace(part, text=part.text.lstrip()[found.end() :].lstrip(), reasoning=reasoning)
+    reasoning = part.reasoning or (match[1] or match[2] or "").strip()
+    return replace(part, text=part.text.lstrip()[match.end() :].lstrip(), reasoning=reasoning)
 
 
 def _is_twice(parts: Sequence[Part], start: int, stop: int) -> bool:
@@ -455,19 +455,19 @@ def _is_twice(parts: Sequence[Part], start: int, stop: int) -> bool:
 def _holds_all(part: Part, others: Sequence[Part]) -> bool:
     position = 0
     for other in others:
-        found = part.text.find(other.text.strip(), position)
-        if found < 0 or not other.text.strip():
+        place = part.text.find(other.text.strip(), position)
+        if place < 0 or not other.text.strip():
             return False
-        position = found + len(other.text.strip())
+        position = place + len(other.text.strip())
     return True
 
 
-def is_version(one: Part, other: Part) -> bool:
+def is_version(part: Part, other: Part) -> bool:
     """Whether messages of one role have most words in common."""
-    if one.role != other.role:
+    if part.role != other.role:
         return False
-    ours, theirs = one.shown, other.shown
-    if "".join(ours.split()) == "".join(theirs.split()) or _without_thoughts(one) == other.text.strip() != "":
+    ours, theirs = part.shown, other.shown
+    if "".join(ours.split()) == "".join(theirs.split()) or _without_thoughts(part) == other.text.strip() != "":
         return True
     longest = max(len(ours), len(theirs))
     if sum(shared_ends(ours, theirs)) >= SIMILAR * longest:

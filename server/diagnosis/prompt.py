@@ -111,7 +111,7 @@ def part_of(message: Mapping[str, Any]) -> Part:
         text=_content_text(message.get("content")) or str(message.get("refusal") or ""),
         reasoning=str(message.get("reasoning_content") or message.get("reasoning") or ""),
         calls=tuple(_call_text(call) for call in calls),
-        call_ids=tuple(str(one) for one in ids if one),
+        call_ids=tuple(str(call_id) for call_id in ids if call_id),
     )
 
 

@@ -130,17 +130,17 @@ def find_changes(before: str, after: str) -> list[WordChange]:
     if whole is not None:
         return [change_at(before, after, whole)]
     changes: dict[Cause, WordChange] = {}
-    for one, other in islice(_places(before, after), MAX_PLACES):
-        change = change_at(one, other, classify_text(one, other))
-        is_removed = sum(shared_ends(one, other)) == len(other)
+    for excerpt_before, excerpt_after in islice(_places(before, after), MAX_PLACES):
+        change = change_at(excerpt_before, excerpt_after, classify_text(excerpt_before, excerpt_after))
+        is_removed = sum(shared_ends(excerpt_before, excerpt_after)) == len(excerpt_after)
         changes.setdefault(change.cause, change._replace(is_removed=is_removed))
     return list(changes.values())
 
 
-def shared_ends(one: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
+def shared_ends(text: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
     """Lengths of equal beginnings and ends."""
-    head = shared_length(one, other)
-    return head, shared_length(one[head:][::-1], other[head:][::-1])
+    head = shared_length(text, other)
+    return head, shared_length(text[head:][::-1], other[head:][::-1])
 
 
 def classify_text(before: str, after: str) -> Cause:
@@ -271,9 +271,9 @@ def _places(before: str, after: str) -> Iterator[tuple[str, str]]:
     for kind, i1, i2, j1, j2 in SequenceMatcher(None, inner, other_inner, autojunk=False).get_opcodes():
         if kind != "equal":
             lead = "".join(ours[max(0, head + i1 - AROUND_WORDS) : head + i1])
-            one = "".join(ours[head + i1 : head + i2 + AROUND_WORDS])
-            other = "".join(theirs[head + j1 : head + j2 + AROUND_WORDS])
-            yield lead + one, lead + other
+            old = "".join(ours[head + i1 : head + i2 + AROUND_WORDS])
+            new = "".join(theirs[head + j1 : head + j2 + AROUND_WORDS])
+            yield lead + old, lead + new
 
 
 def change_at(before: str, after: str, cause: Cause) -> WordChange:

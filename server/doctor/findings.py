@@ -90,10 +90,10 @@ class Savings:
 
 def savings_of(checkups: Sequence[Checkup]) -> Savings:
     """The savings of all conversations together."""
-    num_turns, tokens = sum(one.num_seen for one in checkups), sum(one.tokens for one in checkups)
-    has_speed = any(loss.seconds is not None for one in checkups for loss in one.losses)
-    seconds = sum(loss.seconds or 0.0 for one in checkups for loss in one.mendable) if has_speed else None
-    times = [one.times for one in checkups if one.times is not None]
+    num_turns, tokens = sum(checkup.num_seen for checkup in checkups), sum(checkup.tokens for checkup in checkups)
+    has_speed = any(loss.seconds is not None for checkup in checkups for loss in checkup.losses)
+    seconds = sum(loss.seconds or 0.0 for checkup in checkups for loss in checkup.mendable) if has_speed else None
+    times = [checkup.times for checkup in checkups if checkup.times is not None]
     took = max(last for _, last in times) - min(first for first, _ in times) if times else None
     return Savings(tokens, num_turns, seconds, None if seconds is None else seconds / max(1, num_turns), took)
 
@@ -103,8 +103,8 @@ def findings_of(losses: Iterable[Loss]) -> list[Finding]:
     groups: dict[tuple[Cause, str | None], list[Loss]] = {}
     for loss in losses:
         groups.setdefault((loss.miss.cause, _place_of(loss.miss)), []).append(loss)
-    found = (_added_up(cause, place, group) for (cause, place), group in groups.items())
-    return sorted(found, key=lambda finding: -finding.tokens)
+    findings = (_added_up(cause, place, group) for (cause, place), group in groups.items())
+    return sorted(findings, key=lambda finding: -finding.tokens)
 
 
 def _added_up(cause: Cause, place: str | None, losses: Sequence[Loss]) -> Finding:
@@ -122,14 +122,14 @@ def losses_of(
     turn: int, misses: Iterable[Miss], tokens_of: Callable[[int], int], seconds_per_token: float | None = None
 ) -> tuple[Loss, ...]:
     """The losses to tell of; `tokens_of` turns `lost_tokens` into tokens."""
-    found = list[Loss]()
+    losses = list[Loss]()
     for miss in misses:
         tokens = tokens_of(miss.lost_tokens)
         limit = NEGLIGIBLE_TOKENS if miss.cause in _SMALL else 0
         is_small = tokens <= limit and (miss.lost_tokens or miss.cause is Cause.SIDE_REQUEST)
         if miss.cause not in UNTOLD and not is_small:
-            found.append(Loss(turn, miss, tokens, None if seconds_per_token is None else tokens * seconds_per_token))
-    return tuple(found)
+            losses.append(Loss(turn, miss, tokens, None if seconds_per_token is None else tokens * seconds_per_token))
+    return tuple(losses)
 
 
 def _place_of(miss: Miss) -> str | None:
@@ -172,7 +172,7 @@ def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
 
 
 def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]:
-    origins = {one.previous for one in later if Cause.SIDE_REQUEST not in (loss.miss.cause for loss in one.losses)}
+    origins = {turn.previous for turn in later if Cause.SIDE_REQUEST not in (loss.miss.cause for loss in turn.losses)}
     went_on, other_went_on = turn.id in origins, turn.previous is not None and turn.previous in origins
     versions = [loss for loss in turn.losses if loss.miss.cause in _VERSIONS]
     if other_went_on and not went_on and versions:
@@ -192,7 +192,7 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
     turns, num_turns = session["turns"], int(session["num_turns"])
     linked = [_linked(turn, number) for number, turn in enumerate(turns, num_turns - len(turns) + 1)]
     times = float(session["created"]), float(session["last_used"])
-    repeated = RepeatedCall(**told) if (told := session.get("repeated_call")) else None
+    repeated = RepeatedCall(**call) if (call := session.get("repeated_call")) else None
     return replace(checkup_from(str(session["id"]), linked), num_turns=num_turns, times=times, repeated_call=repeated)
 
 
@@ -203,6 +203,6 @@ def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:
     return LinkedTurn(str(turn.get("id")), turn.get("previous"), losses, turn["kept"])
 
 
-def _miss(told: Mapping[str, Any]) -> Miss:
-    known = {one.name: told[one.name] for one in fields(Miss) if one.init and one.name in told}
-    return Miss(**{**known, "reason": MissReason(told["reason"]), "cause": Cause(told["cause"])})
+def _miss(record: Mapping[str, Any]) -> Miss:
+    known = {field.name: record[field.name] for field in fields(Miss) if field.init and field.name in record}
+    return Miss(**{**known, "reason": MissReason(record["reason"]), "cause": Cause(record["cause"])})

@@ -141,8 +141,8 @@ def _headers(outer: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _time(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str | float | None:
-    told = (fields.get(name) for fields in (outer, body) for name in TIME_FIELDS)
-    known = next((time for time in told if type(time) in (str, int, float)), None)
+    times = (fields.get(name) for fields in (outer, body) for name in TIME_FIELDS)
+    known = next((time for time in times if type(time) in (str, int, float)), None)
     return float(known) if isinstance(known, int) else known
 
 

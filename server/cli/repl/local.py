@@ -96,8 +96,8 @@ class LocalModels:
     ) -> GenerationRequest:
         num_prompt, left_tokens = len(prompt.tokens), model.context_tokens - len(prompt.tokens)
         if left_tokens < 1 or not num_prompt:
-            told = f"the conversation has {num_prompt} tokens and the context {model.context_tokens}"
-            raise ChatError(f"{told}; /new starts another")
+            reason = f"the conversation has {num_prompt} tokens and the context {model.context_tokens}"
+            raise ChatError(f"{reason}; /new starts another")
         sampling = {name: value for name, value in parameters.items() if name in SAMPLING}
         return GenerationRequest(
             request_id=f"run-{next(self._request_numbers)}",

@@ -96,7 +96,9 @@ class WordWrap:
     def feed(self, text: str) -> str:
         """What can be shown now."""
         # No model may move the cursor or change the title.
-        return "".join(self._take(one) for one in text if one in "\n\t" or unicodedata.category(one) != "Cc")
+        return "".join(
+            self._take(letter) for letter in text if letter in "\n\t" or unicodedata.category(letter) != "Cc"
+        )
 
     @property
     def is_at_start(self) -> bool:
@@ -117,7 +119,7 @@ class WordWrap:
     def _may_break_before(self, letter: str) -> bool:
         if not self._word or _is_joined(self._word[-1], letter) or letter in _CLOSING:
             return False
-        base = next((one for one in reversed(self._word) if cell_len(one)), "")
+        base = next((written for written in reversed(self._word) if cell_len(written)), "")
         return cell_len(letter) > 1 or cell_len(base) > 1
 
     def finish(self) -> str:
@@ -145,7 +147,7 @@ def _is_joined(before: str, letter: str) -> bool:
     """Whether two letters are one sign: accents, emoji of several parts, skin tones, flags."""
     if _JOINER in (before, letter) or cell_len(letter) == 0 or "\U0001f3fb" <= letter <= "\U0001f3ff":
         return True
-    return all("\U0001f1e6" <= one <= "\U0001f1ff" for one in (before, letter))
+    return all("\U0001f1e6" <= symbol <= "\U0001f1ff" for symbol in (before, letter))
 
 
 # ---------------------------------------------------------------------------------------------------- what is typed
