@@ -51,14 +51,15 @@ def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
     for key in ("anyOf", "oneOf", "allOf"):
         parts = [types_of(one, root, depth + 1) for one in _listed(schema.get(key))]
         types |= frozenset().union(*parts) if all(parts) else frozenset()
-    return frozenset(types) | types_of(_referred(schema.get("$ref"), root), root, depth + 1)
+    return frozenset(types) | types_of(referred(schema.get("$ref"), root), root, depth + 1)
 
 
 def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _referred(reference: Any, root: Any) -> Any:
+def referred(reference: Any, root: Any) -> Any:
+    """What a `$ref` within a schema names; None for nothing."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     for part in reference[2:].split("/"):

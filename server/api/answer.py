@@ -21,6 +21,7 @@ from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from server.api.conversation import Conversation, next_turn_requests
 from server.api.dialect import ApiContext
+from server.api.healing import own_calls_of
 from server.api.record import Arrival, OpenRequest, RequestRecord, counts_of
 from server.api.wire import Payload
 from server.diagnosis import account
@@ -159,6 +160,7 @@ class Run(OpenRequest):
                     exchange.take_tokens(event.rest, event.stop_token)
                     for piece in parser.finish(is_complete=self._is_complete(event)):
                         yield piece
+                    self._remember_calls()
                     self._keep_turn(event)
                     call_format = exchange.model.call_format
                     self.tool_calls = "" if call_format is None else call_format.name, parser.call_counts
@@ -212,6 +214,9 @@ class Run(OpenRequest):
             return started
         is_asked = request.cache_prompt
         reuse = await self._reuse(started, previous, rendered) if is_asked else account.declined(previous, rendered)
+        source = self.exchange.conversation
+        if is_asked and source is not None and source.healed:
+            reuse = replace(reuse, healed=account.healed(previous, rendered, source.healed, started.hit_tokens))
         return replace(started, reuse=reuse)
 
     async def _reuse(
@@ -235,6 +240,15 @@ class Run(OpenRequest):
         exchange = self.exchange
         if _is_whole(finished) and exchange.conversation is not None:
             exchange.model.renderer.remember_reply(exchange.prompt, "".join(self._texts), self.token_ids)
+
+    def _remember_calls(self) -> None:
+        source, own_calls = self.exchange.conversation, self._context.kept(own_calls_of)
+        if own_calls is None or source is None or not self.exchange.parser.made_calls:
+            return
+        of, is_kept = (source.namespace, self.session_id), not self.request.is_volatile
+        calls = own_calls.remember(*of, self.exchange.reply_messages(), source.declared_tools, is_kept=is_kept)
+        if calls:
+            self._context.in_background(asyncio.to_thread(own_calls.write, calls))
 
     def _keep_turn(self, finished: Finished | None) -> None:
         """Keeps the turn; None: the answer broke off."""

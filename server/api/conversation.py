@@ -18,6 +18,7 @@ from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, ChatRendere
 from models.prompt.shapes import Message, with_constant_headers
 from server.api.bodies import media_of
 from server.api.errors import ApiError, Code, wrong
+from server.api.healing import OwnCalls
 from server.diagnosis.prompt import Prompt, prompt_of
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import ServedModel
@@ -92,17 +93,22 @@ class Conversation:
     """The answer continues the last message."""
     forbids_calls: bool = False
     """The answer must not call its prompt's tools."""
+    healed: Sequence[int] = ()
+    """Which messages are shown with calls in the model's own words."""
 
-    def prepared_for(self, model: ServedModel, *, hygiene: bool = False) -> "Conversation":
-        """Adds the name's defaults; `hygiene` keeps the head of earlier requests (`models.prompt.shapes`)."""
-        messages, tools, changed_tools = self.messages, self.tools, self.changed_tools
-        if hygiene:
+    def prepared_for(self, model: ServedModel, own_calls: OwnCalls | None = None) -> "Conversation":
+        """Adds the name's defaults; with `own_calls`, head and calls are shown as in earlier requests."""
+        messages, tools, changed_tools = model.defaults.conversation(self.messages), self.tools, self.changed_tools
+        healed = list[int]()
+        if own_calls is not None:
             messages = with_constant_headers(messages)
             tools = model.tool_orders.settle(self.namespace, tools)
             changed_tools = changed_tools and model.tool_orders.settle(self.namespace, changed_tools)
+            messages, healed = own_calls.healed(self.namespace, messages, self.declared_tools)
         return replace(
             self,
-            messages=model.defaults.conversation(messages),
+            messages=messages,
+            healed=healed,
             tools=tools,
             changed_tools=changed_tools,
             template_arguments={**model.defaults.template_arguments, **self.template_arguments},
@@ -110,10 +116,13 @@ class Conversation:
         )
 
     @property
-    def callable_tools(self) -> Sequence[Mapping[str, Any]]:
-        if self.forbids_calls:
-            return ()
+    def declared_tools(self) -> Sequence[Mapping[str, Any]]:
+        """Those at the head, and those loaded later."""
         return self.tools if self.changed_tools is None else self.changed_tools
+
+    @property
+    def callable_tools(self) -> Sequence[Mapping[str, Any]]:
+        return () if self.forbids_calls else self.declared_tools
 
     def render(self) -> RenderedPrompt:
         """The prompt for an answer; raises the renderer's errors."""

@@ -55,6 +55,7 @@ _COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "prefix_cache_hits": ("Prompt tokens that were restored, hence not evaluated.", []),
     "restored_tokens": ("Restored prompt tokens, by tier of their state.", ["tier"]),
     "saved_seconds": ("Seconds that evaluating the restored tokens would have taken.", []),
+    "healed_tokens": ("Prompt tokens restored since calls are shown as the model wrote them.", []),
     "lost_tokens": ("Prompt tokens evaluated again, by reason.", ["reason"]),
     "cache_misses": ("Times that tokens were evaluated again, by reason.", ["reason"]),
     "tool_calls": ("Calls in answers, by the model's format and what became of them.", ["format", "outcome"]),
@@ -117,6 +118,8 @@ def _counted(record: RequestRecord) -> Iterator[tuple[str, float, *tuple[str, ..
     yield "saved_seconds", record.saved_seconds
     if turn.tier is not None:
         yield "restored_tokens", turn.cached_tokens, turn.tier
+    if turn.healed is not None:
+        yield "healed_tokens", turn.healed.saved_tokens
     for miss in turn.misses:
         yield "cache_misses", 1, miss.reason
         yield "lost_tokens", miss.lost_tokens, miss.reason

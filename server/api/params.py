@@ -39,6 +39,7 @@ from server.api.bodies import BodyModel, Whole
 from server.api.conversation import Conversation
 from server.api.dialect import context_of, namespace_of
 from server.api.errors import ApiError, Code, ContextExceeded, wrong
+from server.api.healing import OwnCalls, own_calls_of
 from server.api.sessions import resolve_line
 from server.engine.request import LOOP_GUARD, GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
@@ -120,6 +121,10 @@ class Incoming:
     def namespace(self, cache_salt: str | None = None) -> str:
         """The name under which its sender's requests share state."""
         return namespace_of(self.http, cache_salt)
+
+    @property
+    def own_calls(self) -> OwnCalls | None:
+        return context_of(self.http).kept(own_calls_of)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

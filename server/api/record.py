@@ -18,7 +18,7 @@ from server.api.sessions import TokenCounts, TurnRecord
 from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.account import Name
-from server.diagnosis.causes import Miss, Reuse
+from server.diagnosis.causes import Healed, Miss, Reuse
 from server.diagnosis.prompt import RepeatedCall
 from server.engine.request import Delta, Event, Failed, Finished, GenerationRequest, Progress, Started, Timings
 
@@ -220,6 +220,7 @@ class RequestRecord:
             lost_seconds=prompt_ms / 1000 * min(1.0, lost_tokens / max(counts.evaluated_tokens, 1)),
             miss=reuse.miss,
             misses=list(reuse.misses),
+            healed=reuse.healed,
         )
 
 
@@ -286,6 +287,7 @@ class CacheBody(TypedDict):
     restore_ms: float
     kept: float | None
     miss: Miss | None
+    healed: Healed | None
 
 
 class PromptProgress(TypedDict):
@@ -331,7 +333,8 @@ def cache_of(started: Started | None, session_id: str | None) -> CacheBody | Non
     if started is None:
         return None
     reuse = started.reuse
-    return body_of(CacheBody, started, session_id=session_id, kept=reuse.kept, miss=reuse.miss)
+    reasons = {"kept": reuse.kept, "miss": reuse.miss, "healed": reuse.healed}
+    return body_of(CacheBody, started, session_id=session_id, **reasons)
 
 
 def timings_of(timings: Timings) -> TimingsBody:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from models.errors import InvalidParameter
 from models.texts import read_object
-from server.diagnosis.causes import Miss
+from server.diagnosis.causes import Healed, Miss
 from server.diagnosis.prompt import RepeatedCall
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class TurnRecord(TokenCounts):
     miss: Miss | None
     """The costliest."""
     misses: list[Miss]
+    healed: Healed | None = None
 
 
 class Recent(Generic[Value]):
@@ -133,6 +134,7 @@ class SessionRecord(TokenCounts):
     num_turns: int = 0
     lost_tokens: int = 0
     lost_seconds: float = 0.0
+    healed_tokens: int = 0
     kept: float | None = None
     last_miss: Miss | None = None
     repeated_call: RepeatedCall | None = None
@@ -159,6 +161,7 @@ class SessionRecords(Recent[SessionDetail]):
         session.add_counts(turn)
         session.lost_tokens += turn.lost_tokens
         session.lost_seconds += turn.lost_seconds
+        session.healed_tokens += turn.healed.saved_tokens if turn.healed is not None else 0
         session.model, session.last_used, session.kept = turn.model, turn.ended, turn.kept
         session.last_miss = turn.miss or session.last_miss
         session.repeated_call = repeated_call or session.repeated_call

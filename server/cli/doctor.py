@@ -139,6 +139,7 @@ def _body(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]]) -> 
             "id": checkup.name,
             "turns": checkup.num_turns,
             "kept": checkup.kept,
+            "healed_tokens": checkup.healed_tokens,
             "repeated_call": checkup.repeated_call and asdict(checkup.repeated_call),
             "findings": list(map(asdict, findings_of(checkup.losses))),
         }
@@ -166,6 +167,8 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
     heading = Text.assemble((_one_line(checkup.name), "bold"), f": {_plural(checkup.num_turns, 'turn')}")
     if checkup.kept is not None:
         heading.append(f", {percent_text(round(1000 * checkup.kept), 1000)} of the previous prompt reused on average")
+    if checkup.healed_tokens:
+        heading.append(f"; {grouped(checkup.healed_tokens)} tokens saved in calls that came back changed")
     if not checkup.is_ailing:
         heading.append("; nothing to mend")
     yield heading

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cache.types import TokenArray, common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, Outline
-from server.diagnosis.causes import Cause, Miss, MissReason, Reuse
+from server.diagnosis.causes import Cause, Healed, Miss, MissReason, Reuse
 from server.diagnosis.compare import (
     Turn,
     find_changes_between,
@@ -82,6 +82,20 @@ def explain(
     if any(miss.cause is Cause.SIDE_REQUEST for miss in misses):
         return Reuse(misses)  # the request continues no turn
     return Reuse(misses, min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0)
+
+
+def healed(previous: EvaluatedTurn | None, request: Rendered, indices: Sequence[int], hit: int) -> Healed:
+    """What showing the messages `indices` as the model wrote them saved.
+
+    As sent, the prompt would part in the first of them that the turn before had not in its prompt.
+    """
+    num_known = previous.num_prompt_tokens if previous is not None and not previous.is_neighbour else 0
+    reach = min(hit, len(previous.tokens)) if num_known and previous is not None else hit
+    ends = [*request.outline.starts[1:], len(request.tokens), len(request.tokens)]
+    # A message's calls stand behind its text, where the outline has the next one begin.
+    calls = [ends[index : index + 2] for index in indices if request.outline.starts]
+    new = [max(start, num_known) for start, stop in calls if stop > num_known]
+    return Healed(len(indices), max(0, reach - min(new, default=reach)))
 
 
 def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:

@@ -133,6 +133,15 @@ class Miss:
 
 
 @dataclass(frozen=True)
+class Healed:
+    """Messages that were shown as the model wrote them instead of as sent."""
+
+    messages: int
+    saved_tokens: int
+    """Restored, and else evaluated again; of calls that earlier requests had none."""
+
+
+@dataclass(frozen=True)
 class Reuse:
     """Why no more of a prompt was reused."""
 
@@ -140,6 +149,7 @@ class Reuse:
     """In the order of the prompt."""
     kept: float | None = None
     """Share of the previous turn that was reused, 0 to 1; None without one."""
+    healed: Healed | None = None
 
     @property
     def miss(self) -> Miss | None:

@@ -61,6 +61,8 @@ class Checkup:
     losses: tuple[Loss, ...]
     times: tuple[float, float] | None = None
     """First and last, in seconds since 1970."""
+    healed_tokens: int = 0
+    """Restored since the prompt was shown otherwise than sent."""
     repeated_call: RepeatedCall | None = None
 
     @property
@@ -193,7 +195,9 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
     linked = [_linked(turn, number) for number, turn in enumerate(turns, num_turns - len(turns) + 1)]
     times = float(session["created"]), float(session["last_used"])
     repeated = RepeatedCall(**call) if (call := session.get("repeated_call")) else None
-    return replace(checkup_from(str(session["id"]), linked), num_turns=num_turns, times=times, repeated_call=repeated)
+    healed_tokens, checkup = int(session.get("healed_tokens", 0)), checkup_from(str(session["id"]), linked)
+    checkup = replace(checkup, num_turns=num_turns, times=times, healed_tokens=healed_tokens)
+    return replace(checkup, repeated_call=repeated)
 
 
 def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:

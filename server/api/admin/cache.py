@@ -194,6 +194,7 @@ async def clear_cache(request: Request) -> Response:
             raise
         name, freed = error.source.id, context.pool.forget_unloaded(error.source, namespace)
     context.conversations.note_cleared(namespace)
+    await context.forget_calls(namespace)
     num_tokens, memory_bytes, disk_bytes = freed
     amounts = {"freed_tokens": num_tokens, "freed_bytes": memory_bytes, "freed_disk_bytes": disk_bytes}
     return JsonBody({"object": "cache.cleared", "model": name, **amounts})
@@ -288,7 +289,7 @@ def prime_cache(context: ApiContext, incoming: Incoming) -> Exchange:
     body = parse_body(kind, incoming.fields, IN_CHAT_PRIME if is_chat else IN_TEXT_PRIME)
     model = context.pool.find(body.model)
     if isinstance(body, ChatBody):
-        prefix = read_conversation(body, incoming, model, context.config).stable_prefix()
+        prefix = read_conversation(body, incoming, model).stable_prefix()
     elif len(body.prompt) != 1:
         raise wrong("prompt", "one prompt is primed at a time")
     else:

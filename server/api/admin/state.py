@@ -324,6 +324,7 @@ async def delete_session(request: Request) -> Response:
     context.sessions.forget(namespace, session_id)
     context.conversations.forget(namespace, session_id)
     context.refusals.forget_session(namespace, session_id)
+    await context.forget_calls(namespace, session_id)
     return JsonBody(DeletedBody(id=session_id, object="session.deleted", deleted=True))
 
 

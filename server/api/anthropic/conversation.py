@@ -23,7 +23,7 @@ from server.api.conversation import (
 )
 from server.api.dialect import ApiContext
 from server.api.errors import wrong
-from server.app.config import ServerConfig
+from server.api.healing import OwnCalls
 from server.pool.names import ModelUnknown
 from server.pool.served import ServedModel
 
@@ -358,7 +358,9 @@ IN_MESSAGES: Rules = IN_PROMPT | refused("""
 _ERROR_PREFIX = "Error: "
 
 
-def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig, namespace: str) -> Conversation:
+def read_conversation(
+    body: PromptBody, model: ServedModel, namespace: str, own_calls: OwnCalls | None = None
+) -> Conversation:
     """The prompt's source; raises ApiError."""
     last = body.messages[-1]
     # The answer continues after the results of its own search, as after any result.
@@ -386,7 +388,7 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
         continues=continues,
-    ).prepared_for(model, hygiene=config.prompt_hygiene)
+    ).prepared_for(model, own_calls)
 
 
 def _check_begun(body: PromptBody, model: ServedModel) -> None:

@@ -157,7 +157,7 @@ def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
 
 def _rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
-    return read_conversation(body, incoming, context.pool.find(body.model), context.config).render()
+    return read_conversation(body, incoming, context.pool.find(body.model)).render()
 
 
 class TokenizeBody(BodyModel):

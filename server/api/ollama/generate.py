@@ -238,10 +238,10 @@ class _ChatExchange(Exchange):
                 yield line({**_head_of(self._name), **self.content(said), "done": False})
 
     async def body(self, answer: Answer) -> Payload:
-        events, finished = await answer.read()
-        for event in events:
-            self._keep(event)
-        return self._last(self._whole(), answer.runs[0], finished)
+        async for event in answer.events():  # as they come: the turn is kept at the end
+            if not isinstance(event, Finished):
+                self._keep(event)
+        return self._last(self._whole(), answer.runs[0], answer.finished)
 
     def reply_messages(self) -> list[Message]:
         """Clients send no ids of calls."""
@@ -429,7 +429,7 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
         namespace=incoming.namespace(),
         # A last message that cannot be continued is answered.
         continues=last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model),
-    ).prepared_for(model, hygiene=context.config.prompt_hygiene)
+    ).prepared_for(model, incoming.own_calls)
     return _ChatExchange(body, params.ask(incoming, model, conversation, _read_params(body, model)))
 
 

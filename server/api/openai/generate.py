@@ -371,7 +371,7 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> _ChoiceEx
     body = parse_body(types.ChatBody, incoming.fields, IN_CHAT)
     types.refuse_lone_stream_options(body)
     model = context.pool.find(body.model)
-    conversation = read_conversation(body, incoming, model, context.config)
+    conversation = read_conversation(body, incoming, model)
     if isinstance(body.tool_choice, ForcedCalls):
         types.refuse_going_on(body, "an answer ends with the calls that are forced")
     params = replace(types.read_params(body, model), prediction=_predicted(body, model), **body.calls())
@@ -381,9 +381,7 @@ def create_chat_completion(context: ApiContext, incoming: Incoming) -> _ChoiceEx
     return first
 
 
-def read_conversation(
-    body: types.ChatBody, incoming: Incoming, model: ServedModel, config: ServerConfig
-) -> Conversation:
+def read_conversation(body: types.ChatBody, incoming: Incoming, model: ServedModel) -> Conversation:
     """The prompt's source; raises ApiError."""
     continues = body.continues()
     if continues:
@@ -404,7 +402,7 @@ def read_conversation(
         template_arguments={**arguments, **body.thinking_wish().template_arguments()},
         namespace=incoming.namespace(body.cache_salt),
         continues=continues,
-    ).prepared_for(model, hygiene=config.prompt_hygiene)
+    ).prepared_for(model, incoming.own_calls)
 
 
 def _predicted(body: types.ChatBody, model: ServedModel) -> TokenArray | None:

@@ -22,6 +22,7 @@ from server.api.bodies import Body, BodyModel, Rules, Whole, parse_body, refused
 from server.api.conversation import Conversation, ThinkingWish, can_continue, media_in_words
 from server.api.dialect import ApiContext
 from server.api.errors import ApiError, Code, wrong
+from server.api.healing import own_calls_of
 from server.api.openai import types
 from server.api.params import AnswerGrammar, shows_tools
 from server.api.responses.output import INPUT, SEARCH, ClientTool, Item, ToolSet, joined_name, reasoning_of
@@ -493,7 +494,7 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
         namespace=namespace,
         # The last item may be an answer that was cut off.
         continues=last.get("role") == "assistant" and last.get("status") in _CUT and can_continue(model),
-    ).prepared_for(model, hygiene=context.config.prompt_hygiene)
+    ).prepared_for(model, context.kept(own_calls_of))
     return ReadInput(new, session, tools, conversation)
 
 

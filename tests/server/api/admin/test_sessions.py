@@ -90,6 +90,7 @@ def test_a_turn_is_there_with_its_cost_and_its_miss(client: TestClient, engine: 
         "lost_seconds": pytest.approx(0.02 * 3 / (num_prompt - 2)),
         "miss": last_miss,
         "misses": [last_miss],
+        "healed": None,
     }
     assert session["turns"][0]["kept"] is None and session["turns"][0]["miss"]["reason"] == "cold"
     del session["turns"]

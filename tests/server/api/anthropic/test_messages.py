@@ -459,7 +459,7 @@ def test_forced_calls_bind_the_answer(choice: dict[str, Any], may_call_again: bo
     body = MessagesBody.model_validate({"messages": [HI], "max_tokens": 9, "tools": tools, "tool_choice": choice})
     syntax = HERMES
     model = fake_model(grammars=FakeCompiler(), call_format=syntax)
-    conversation = read_conversation(body, model, ServerConfig(), "")
+    conversation = read_conversation(body, model, "")
     wanted = answer_grammar(model, conversation, read_params(body, model))
     assert wanted is not None and wanted.param == "tool_choice"
     rules = wanted.grammar.text.splitlines()
