@@ -108,6 +108,7 @@ def test_a_turn_is_there_with_its_cost_and_its_miss(client: TestClient, engine: 
         "completion_tokens": 6,
         "lost_tokens": 3,
         "lost_seconds": turn["lost_seconds"],
+        "healed_tokens": 0,
         "kept": 0.5,
         "last_miss": last_miss,
         "repeated_call": None,
