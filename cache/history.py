@@ -211,8 +211,12 @@ class History:
         """Adds a finished text; of one that takes more than a quarter of the ring, its end."""
         self._read_stored(namespace)
         tokens = tokens[-(self._max_places // 4) :]
-        if len(tokens) <= SHORTEST_MATCH:
-            return
+        # No output repeats a picture, whose places have ids below the separator.
+        for text in np.split(tokens, np.flatnonzero(np.diff(tokens < SEPARATOR)) + 1):
+            if len(text) > SHORTEST_MATCH and text[0] >= 0:
+                self._add(namespace, text, session_id)
+
+    def _add(self, namespace: str, tokens: TokenArray, session_id: str | None) -> None:
         text = self._allocate(len(tokens), namespace, session_id)
         self.chains.write(text.start + 1, tokens, _salt(namespace))
 

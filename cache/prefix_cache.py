@@ -110,7 +110,8 @@ class PrefixCache:
     def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> DiskMatch | None:
         if self.memory.disk is None:
             return None
-        return self.memory.disk.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
+        where = lookup.namespace, lookup.tokens, found.match
+        return self.memory.disk.find(*where, restorable=found.restorable, bounded=lookup.bounded)
 
     def _promote(self, lookup: Lookup, *, is_background: bool) -> tuple[LookupResult, bool]:
         """Reads what disk adds to a prompt, if memory can be freed: what memory then holds; whether it was read."""

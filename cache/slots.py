@@ -105,9 +105,19 @@ class RequestClock:
 class Lookup:
     """A prompt and its last match: only the rest is compared again. Worker thread only."""
 
-    def __init__(self, tokens: TokenArray, *, namespace: str = "", reuse: bool = True) -> None:
-        """The last prompt token is never restored: the model needs one. Without `reuse`, none is."""
-        self.namespace, self.reuse = namespace, reuse
+    def __init__(
+        self,
+        tokens: TokenArray,
+        *,
+        namespace: str = "",
+        reuse: bool = True,
+        pictures: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """The last prompt token is never restored: the model needs one. Without `reuse`, none is.
+
+        A match that would end inside one of the ranges `pictures` ends at its start.
+        """
+        self.namespace, self.reuse, self._pictures = namespace, reuse, pictures
         self.prompt = tokens
         self.tokens = tokens[:-1] if reuse else tokens[:0]
         self._match: NodeMatch | None = None
@@ -117,8 +127,15 @@ class Lookup:
         match = self._match
         if match is None or not match.length or match.is_gone:
             match = Place(trie.root, 0)
-        self._match = trie.follow(match, self.tokens[match.length :])
-        return self._match
+        match = trie.follow(match, self.tokens[match.length :])
+        if (length := self.bounded(match.length)) < match.length:
+            match = trie.follow(Place(trie.root, 0), self.tokens[:length])
+        self._match = match
+        return match
+
+    def bounded(self, length: int) -> int:
+        """A match's length, or the start of the picture in which the match would end."""
+        return next((start for start, stop in self._pictures if start < length < stop), length)
 
 
 @dataclass(frozen=True, eq=False)

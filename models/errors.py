@@ -7,6 +7,7 @@ ModelError
 ├── TokenizerFailed
 ├── InvalidParameter
 ├── InvalidGrammar
+├── InvalidImage
 ├── EmbeddingUnsupported
 ├── GrammarFailed
 ├── RowLost
@@ -57,6 +58,12 @@ class InvalidParameter(ModelError):
 
 class InvalidGrammar(ModelError):
     """A schema, pattern or grammar is wrong or too complex."""
+
+
+class InvalidImage(ModelError):
+    """An image is damaged, too large, or of a kind that is not read."""
+
+    param = "messages"
 
 
 class EmbeddingUnsupported(ModelError):

@@ -179,8 +179,8 @@ class ModelDrafter(Drafter):
         return _last(self._logits(tokens, layers), lengths)[:, :, : self._vocab_size], hidden
 
     def _logits(self, tokens: mx.array, layers: Sequence[LayerCache]) -> mx.array:
-        # The model's logits may be wider, for tokens that no text has.
-        return cast(mx.array, self._draft(mx.minimum(tokens, self._last_token), cache=list(layers)))
+        # The model's logits may be wider, for tokens that no text has; a place of a picture has a negative id.
+        return cast(mx.array, self._draft(mx.clip(tokens, 0, self._last_token), cache=list(layers)))
 
 
 def drafter_of(loaded: LoadedModel) -> Drafter | None:

@@ -23,7 +23,7 @@ else is to be evaluated. Knows no requests, no text, no stored state.
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain
@@ -52,6 +52,8 @@ from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import ArraysCache, make_prompt_cache
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
+from models.vision.features import Encoding, Vision
+from models.vision.pictures import Picture, SeenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +112,8 @@ class DecodeRow(BatchRow):
     known: list[int]
     """Chosen tokens that the next step feeds; without one it feeds the previous step's sample."""
     adapter: int = NO_ADAPTER
+    shift: int = 0
+    """What is added to the row's offsets to give positions, behind pictures."""
     before: mx.array | None = None
     """With a drafter: hidden states before each known token, `[num_known, width]`."""
 
@@ -161,12 +165,14 @@ class Runner:
         vocab_size: int,
         adapters: AdapterSet | None = None,
         drafter: Drafter | None = None,
+        vision: Vision | None = None,
         shares_heads: bool = True,
         drafts: bool = True,
         max_probe_seconds: float = MAX_SECONDS,
     ) -> None:
         """`vocab_size` is the logits' width; `adapters` are attached. Probes the model with short calls."""
         self._model = model
+        self._vision = vision
         self._drafter = drafter
         self._whole = drafter or model
         self._behind = WeakKeyDictionary[LayerCache, tuple[int, mx.array]]()
@@ -230,9 +236,24 @@ class Runner:
         """Empty layer caches for one sequence."""
         return list(make_prompt_cache(self._whole))
 
-    def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int = NO_ADAPTER) -> None:
-        """Evaluates `[num_tokens]` tokens of one sequence, without logits; blocks until `caches` are evaluated."""
-        with selecting(self._adapters, adapter):
+    def encode(self, picture: Picture, namespace: str) -> Encoding:
+        """Begins to make a picture's features, or finds those that the namespace has."""
+        assert self._vision is not None, "a model that sees nothing was given a picture"
+        return self._vision.encoder.begin(picture, namespace)
+
+    def prefill(
+        self,
+        caches: list[LayerCache],
+        tokens: TokenArray,
+        adapter: int = NO_ADAPTER,
+        seen: SeenChunk | None = None,
+    ) -> None:
+        """Evaluates `[num_tokens]` tokens of one sequence, without logits; blocks until `caches` are evaluated.
+
+        A prompt with pictures says what of them is `seen`.
+        """
+        sees = nullcontext() if seen is None or self._vision is None else self._vision.inputs.chunk(seen, len(tokens))
+        with selecting(self._adapters, adapter), sees:
             self._evaluate_prompt(caches, mx.array(tokens))
         self._finish_prefill(caches, len(tokens))
 
@@ -279,10 +300,11 @@ class Runner:
         prompt: TokenIds = (),
         generated: TokenIds = (),
         adapter: int = NO_ADAPTER,
+        shift: int = 0,
     ) -> DecodeRow:
         """A row over `caches` that decodes from `next_token` on; `generated` is the output before a replay."""
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
-        return DecodeRow(caches, state, [next_token], adapter, before=self._state_behind(caches))
+        return DecodeRow(caches, state, [next_token], adapter, shift, before=self._state_behind(caches))
 
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
         """Feeds `row` `token`, the last of `generated`, in place of the last sample, which penalties forget."""
@@ -460,6 +482,8 @@ class Runner:
 
     def close(self) -> None:
         """Ends this thread's streams: ending with live ones can abort the process at exit."""
+        if self._vision is not None:
+            self._vision.encoder.close()
         mx.synchronize()
         mx.clear_streams()
 
@@ -520,7 +544,9 @@ class Runner:
             lengths = [inputs.shape[1]] * len(rows)
         counts = [1] * len(rows) if is_own or seen is not None else lengths
         adapters = [row.adapter for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-        with selecting(self._adapters, *adapters), ragged_attention():
+        shifts = [row.shift for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+        shifted = nullcontext() if self._vision is None else self._vision.inputs.shifted(shifts)
+        with selecting(self._adapters, *adapters), shifted, ragged_attention():
             if self._drafter is None:
                 logits: mx.array = self._model(inputs, cache=caches).flatten(0, 1)
                 return logits if seen is None else logits[seen]

@@ -100,7 +100,7 @@ def _last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDAr
     """The last `length` tokens of the lists `held`, filled up in front, or all for `ALL_TOKENS`."""
     filler = np.full(max(0, length), _NO_TOKEN, np.int32)
     ids = np.concatenate([filler, *(np.asarray(token_ids, np.int32) for token_ids in held)])
-    known = np.where(ids < vocab_size, ids, _NO_TOKEN).astype(np.int32)
+    known = np.where((ids >= 0) & (ids < vocab_size), ids, _NO_TOKEN).astype(np.int32)
     return known if length == ALL_TOKENS else known[ids.size - length :]
 
 

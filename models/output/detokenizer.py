@@ -59,10 +59,11 @@ class Detokenizer:
         return self.bytes_of(token_id) if self.encodes_bytes else self.text([token_id]).encode()
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special or not, with U+FFFD for bytes that are no character."""
+        """Text of tokens, special or not, with U+FFFD for bytes that are no character; none of a picture's ids."""
+        words = [token_id for token_id in token_ids if token_id >= 0]
         if self.encodes_bytes:
-            return b"".join(map(self.bytes_of, token_ids)).decode(errors="replace")
-        return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+            return b"".join(map(self.bytes_of, words)).decode(errors="replace")
+        return str(self.tokenizer.decode(words, clean_up_tokenization_spaces=False))
 
     def _encode(self, token_id: int) -> bytes:
         token: str | None = self.tokenizer.convert_ids_to_tokens(token_id)

@@ -165,6 +165,7 @@ class TaughtRunner(Runner):
         prompt: TokenIds = (),
         generated: TokenIds = (),
         adapter: int = -1,
+        shift: int = 0,
     ) -> DecodeRow:
         """Finds the row's answer by its prompt."""
         row = super().make_row(caches, sampling, next_token, prompt=prompt, generated=generated)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from models.errors import EmbeddingUnsupported, InvalidParameter, PromptTooLong
+from models.errors import EmbeddingUnsupported, InvalidImage, InvalidParameter, PromptTooLong
 from models.prompt.chat_template import ChatTemplateError
 from server.app.keys import OverLimit
 from server.engine.request import (
@@ -140,7 +140,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case ChatTemplateError():
             message = f"the model's chat template refuses these messages: {error}"
             return ApiError(Code.TEMPLATE_ERROR, message, "messages")
-        case InvalidParameter() | EmbeddingUnsupported() | AnswerUnbound():
+        case InvalidParameter() | InvalidImage() | EmbeddingUnsupported() | AnswerUnbound():
             return ApiError(Code.INVALID_VALUE, str(error), error.param)
         case QueueFull() | OverLimit() | PoolBusy() | OutOfMemory() | EngineStuck():
             return retry_later(_CODES[type(error)], str(error) or "not enough memory", error.retry_after_seconds)

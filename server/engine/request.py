@@ -31,6 +31,7 @@ from models.output.call_reader import DeclaredTools
 from models.output.grammar import OutputGrammar
 from models.output.pieces import Thinking, TokenLogprob
 from models.prompt.shapes import NO_OUTLINE, Outline
+from models.vision.pictures import NO_PICTURES, Pictures
 from server.diagnosis.causes import Reuse
 
 TokenArray: TypeAlias = NDArray[np.int32]
@@ -102,6 +103,7 @@ class GenerationRequest(GenerationOptions):
     namespace: str = ""
     """Only requests of one namespace and one adapter share state."""
     adapter: Adapter | None = None
+    pictures: Pictures = NO_PICTURES
     restore_points: tuple[RestorePoint, ...] = ()
     outline: Outline = NO_OUTLINE
     is_idle_work: bool = False

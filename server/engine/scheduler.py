@@ -3,7 +3,7 @@
 * a request that continues an earlier one of its session waits for its end, since it may contain the earlier answer;
   all other requests of a session run side by side, in arrival order;
 * a request whose prefix is being evaluated for another waits for that prefill, which gets the better of both ranks;
-* a request whose state is being read from disk lets others go on;
+* a request whose state is being read from disk, or whose next picture is being decoded, lets others go on;
 * requests that must wait do not count towards `LOOKAHEAD`;
 * within a class the oldest goes first, but short prefills may pass each chunk of a long one `MAX_PASSES` times;
 * a background request that was passed over `MAX_WAITS` times counts as interactive;
@@ -51,7 +51,7 @@ class Scheduled:
         self.arrival = arrival
         self.namespace = request.state_namespace
         self.is_loading = False
-        """State of the request is being read from disk."""
+        """State of the request is being read from disk, or the pixels of its next picture are being decoded."""
         self.is_unread = False
         """The client has left much unread, so no other request waits for the end."""
         self.num_passed = self.num_passed_before = 0
@@ -145,7 +145,11 @@ class Scheduler(Generic[S]):
         step.
         """
         running, waiting = self.in_phase(Phase.PREFILLING), self._free_to_begin()
-        todo = {one: one.limit - one.offset for one in running} | self._could_begin(waiting, running, restorable)
+        left = {one: one.limit - one.offset for one in running}
+        todo = {one: num_left for one, num_left in left.items() if not one.is_loading}
+        todo |= self._could_begin(waiting, running, restorable)
+        if not todo and not self.in_phase(Phase.DECODING):
+            todo = left  # nothing else is to do
         if not todo:
             return None
         chosen = self._choose(todo)

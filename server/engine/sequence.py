@@ -43,6 +43,7 @@ from server.engine.speculation import Drafting
 
 if TYPE_CHECKING:
     from models.inference.runner import Runner
+    from models.vision.features import Encoding
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +113,15 @@ class Sequence(Scheduled):
         """Waits to be evaluated: the prompt and, in a replay, the output. All but the last are prefilled."""
         behind = [NO_TOKEN] if self.request.is_prefix_only else self.output.tokens
         self.queue(np.append(self.request.tokens, np.array(behind, np.int32)) if behind else self.request.tokens)
-        self.lookup = Lookup(self.tokens, namespace=self.namespace, reuse=self.request.cache_prompt)
+        self.lookup = Lookup(
+            self.tokens,
+            namespace=self.namespace,
+            reuse=self.request.cache_prompt,
+            pictures=self.request.pictures.ranges,
+        )
         """The next match compares only new tokens."""
+        self.encoding: Encoding | None = None
+        """Of the next picture, while its sequence is evaluated up to it."""
         self.lease: Lease | None = None
         self.row: Any = None
         """Of the runner, while the sequence decodes."""
@@ -142,6 +150,12 @@ class Sequence(Scheduled):
     def has_memory(self) -> bool:
         """Memory for the next step is reserved."""
         return self.lease is not None and self.lease.spare_tokens >= self.needed
+
+    @property
+    def awaits_pixels(self) -> bool:
+        """The next place is of a picture that is still being decoded."""
+        is_inside = self.request.pictures.at(self.offset) is not None
+        return is_inside and self.encoding is not None and not self.encoding.is_ready
 
     @property
     def is_drafted_for(self) -> bool:

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from cache.history import SHORTEST_MATCH, Follower, ForcedText, History, HistoryFollower, LiveText, PredictionFollower
+from models.vision.pictures import words_at_end
 from server.engine.acceptance import PRIOR_RATES, REVERSION, AcceptanceRates, DrafterRow, FollowedText
 from server.engine.draft_cost import (
     CORRECTION,
@@ -218,7 +219,7 @@ class Speculation:
         if not request.speculates:
             return Drafting((), None, own, None, is_kept)
         hidden = () if is_kept else request.quotable
-        for text in (*hidden, request.tokens[-SHORTEST_MATCH if is_kept else -MAX_OWN_TOKENS :]):
+        for text in (*hidden, words_at_end(request.tokens[-SHORTEST_MATCH if is_kept else -MAX_OWN_TOKENS :])):
             for token in text.tolist():
                 own.push(token)
         followers: dict[DraftSource, Follower] = {DraftSource.HISTORY: HistoryFollower(history, own)}

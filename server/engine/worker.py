@@ -21,6 +21,8 @@ from cache.budget import BudgetExceeded, PinnedFull
 from cache.lease import Lease, Tier
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
+from models.errors import InvalidImage
+from models.vision.pictures import SeenChunk
 from server.diagnosis.causes import OF_SCORED, Reuse
 from server.engine.decode import DecodePipeline, DraftingPipeline
 from server.engine.embeddings import EmbeddingJob, Embeddings
@@ -214,7 +216,8 @@ class Worker:
             self.prefix_cache.reclaimer.relieve()
         for sequence in self._table:
             sequence.is_unread = sequence.sink.is_behind
-            sequence.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
+            is_read = sequence.prefetch is None or sequence.prefetch.is_done
+            sequence.is_loading = not is_read or sequence.awaits_pixels
         self._prefill()
         if self._table.is_stalled and self._has_free_slot() and self._embeddings.give_way():
             self._table.is_stalled = False
@@ -293,6 +296,9 @@ class Worker:
                 finish = self._end_prefix if sequence.request.is_prefix_only else self._start_decoding
                 finish(sequence, lease)
             return taken_tokens
+        except InvalidImage as error:
+            self._table.fail(sequence, error)
+            return 0
         except Exception as error:  # of the model or of paging, or a bug of ours: none concerns other requests
             self._table.runner.drain()
             self._table.fail_step(sequence, error)
@@ -305,10 +311,15 @@ class Worker:
         return self._chunk_tokens if lease.tier is Tier.DISK else 0
 
     def _evaluate(self, sequence: Sequence, lease: Lease) -> int:
-        stop = lease.chunk_stop(self._chunk_for(sequence), sequence.limit)
+        pictures = sequence.request.pictures
+        if pictures.placed and (taken_tokens := self._encode(sequence, lease.offset)):
+            return taken_tokens
+        stop = pictures.chunk_end(lease.offset, lease.chunk_stop(self._chunk_for(sequence), sequence.limit))
         chunk, num_top = sequence.tokens[lease.offset : stop], sequence.request.prompt_logprobs
         if num_top is None:
-            self._table.runner.prefill(lease.caches, chunk, sequence.request.adapter_index)
+            features = None if sequence.encoding is None else sequence.encoding.features
+            seen = SeenChunk(pictures, lease.offset, features) if pictures.placed else None
+            self._table.runner.prefill(lease.caches, chunk, sequence.request.adapter_index, seen)
         else:
             following = sequence.tokens[lease.offset + 1 : stop + 1]
             found = self._table.runner.score(lease.caches, chunk, following, num_top, sequence.request.adapter_index)
@@ -316,7 +327,21 @@ class Worker:
         lease.advance(chunk)
         sequence.offset = lease.offset
         sequence.post(sequence.progress())
+        sequence.is_loading = sequence.awaits_pixels
         return len(chunk)
+
+    def _encode(self, sequence: Sequence, offset: int) -> int:
+        """Evaluates a part of the vision tower for a picture at `offset`; returns its cost in tokens, 0 for none.
+
+        Elsewhere the next picture is decoded meanwhile.
+        """
+        placed = sequence.request.pictures.next(offset)
+        if placed is None:
+            sequence.encoding = None
+            return 0
+        sequence.encoding = self._table.runner.encode(placed.picture, sequence.namespace)
+        is_needed = offset >= placed.start and sequence.encoding.features is None
+        return sequence.encoding.step() if is_needed else 0
 
     # -- admission
 
@@ -381,6 +406,7 @@ class Worker:
             prompt=sequence.request.tokens,
             generated=sequence.output.tokens,
             adapter=sequence.request.adapter_index,
+            shift=sequence.request.pictures.shift(len(sequence.request.tokens)),
         )
         sequence.known = [last]
         sequence.phase = Phase.DECODING

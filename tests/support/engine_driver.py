@@ -141,7 +141,7 @@ class Harness:
             request_id=fields.pop("request_id", None) or next(self._ids),
             tokens=np.array(prompt, np.int32),
             max_tokens=max_tokens,
-            restore_points=tuple(points),
+            restore_points=fields.pop("restore_points", tuple(points)),
             **fields,
         )
         sink = Collected()

@@ -14,7 +14,9 @@ from cache.types import LayerCache, TokenArray
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
-from tests.support import fake_model
+from models.vision.features import Encoder, Encoding
+from models.vision.pictures import Picture, SeenChunk
+from tests.support import fake_model, fake_vision
 
 # isort: split
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
@@ -170,15 +172,27 @@ class FakeRunner(SharesNothing):
     samplings: list[SamplingParams] = field(default_factory=list)
     before: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """What each row was said to come after: its prompt, and its output so far."""
+    shifts: list[int] = field(default_factory=list)
+    """What each row was said to add to its offsets."""
+    encoder: Encoder = field(default_factory=fake_vision.encoder)
 
     def make_caches(self) -> list[LayerCache]:
         """Returns fresh caches."""
         return fake_model.make_caches(self.layout)
 
-    def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int = 0) -> None:
-        """Evaluates a chunk."""
+    def encode(self, picture: Picture, namespace: str) -> Encoding:
+        """Returns what becomes of a picture."""
+        return self.encoder.begin(picture, namespace)
+
+    def prefill(
+        self, caches: list[LayerCache], tokens: TokenArray, adapter: int = 0, seen: SeenChunk | None = None
+    ) -> None:
+        """Evaluates a chunk; in a picture its features, which are to be the ids of its places."""
         self.log.append(("prefill", len(tokens)))
         before = tokens_in(caches)
+        if seen is not None:
+            assert seen.start == len(before)
+            tokens = fake_vision.tokens_of(seen, tokens)
         if self.fault("prefill", [[*before, *tokens.tolist()]]):
             fake_model.evaluate(caches[:1], tokens)
             raise RuntimeError("the fake model failed in prefill")
@@ -194,10 +208,12 @@ class FakeRunner(SharesNothing):
         prompt: TokenArray,
         generated: Sequence[int],
         adapter: int = 0,
+        shift: int = 0,
     ) -> FakeRow:
         """Returns a row; of how tokens are to be sampled, only what keeps ends away has an effect."""
         self.samplings.append(sampling)
         self.before.append((prompt.tolist(), list(generated)))
+        self.shifts.append(shift)
         return FakeRow(caches, [next_token], sampling, len(generated), list(generated))
 
     def force(self, row: FakeRow, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:

@@ -1,0 +1,1 @@
+"""Images in prompts: files, vision towers, and what a text model gets of both."""
