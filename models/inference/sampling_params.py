@@ -93,6 +93,14 @@ class SamplingParams:
         )
 
 
+NUMBERS: Mapping[str, type] = {
+    one.name: int if one.metadata.get("is_integer") else float
+    for one in fields(SamplingParams)
+    if one.metadata and one.name != "min_tokens"
+}
+"""Parameters that a request sets by a number, and its type."""
+
+
 def settled(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by name, with `SamplingParams`' own for those by which clients switch something off."""
     found = dict(values)
@@ -100,6 +108,8 @@ def settled(values: Mapping[str, Any]) -> dict[str, Any]:
         found["seed"] = None
     if found.get("top_k", 0) < 0:
         found["top_k"] = 0
+    if found.get("top_n_sigma", 0) < 0:
+        found["top_n_sigma"] = 0.0
     if found.get("typical_p") == 0:
         found["typical_p"] = 1.0
     if found.get("top_p") == 0:

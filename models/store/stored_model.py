@@ -14,13 +14,12 @@ from datetime import datetime
 from typing import Any, Literal
 
 from models.errors import InvalidParameter, ModelfileError, StoreError, told_as
-from models.inference.sampling_params import SamplingParams, check, settled
+from models.inference.sampling_params import NUMBERS, SamplingParams, check, settled
 from models.texts import read_object
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "repeat_last_n")
 SAMPLING_DEFAULTS: Mapping[str, type] = {
-    name: int if name in ("top_k", "seed", "repeat_last_n") else float
-    for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", *_PENALTIES)
+    name: NUMBERS[name] for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", *_PENALTIES)
 }
 _SAMPLING = {name.replace("repetition", "repeat"): (name, kind) for name, kind in SAMPLING_DEFAULTS.items()}
 """Ollama's names, and those of `SamplingParams` with their kind."""

@@ -16,6 +16,7 @@ from cache.types import common_prefix_length
 from models.output.call_formats import HARMONY
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, ChatRenderer, RenderedPrompt, plain_text
 from models.prompt.shapes import Message, with_constant_headers
+from models.texts import read_object
 from server.api.bodies import media_of
 from server.api.errors import ApiError, Code, wrong
 from server.api.healing import OwnCalls
@@ -203,6 +204,12 @@ def media_in_words(part: Any) -> str | None:
     blocks = held if isinstance(held, list) else [{"text": held}]
     read = (media_in_words(one) or one.get("text") for one in blocks if isinstance(one, Mapping))
     return "\n".join(str(text) for text in (part.get("title"), part.get("context"), *read) if text)
+
+
+def read_arguments(text: str) -> Any:
+    """A call's arguments as an object for templates; a text that is no object stays a text."""
+    parsed = read_object(text, allow_nan=True) if text.strip() else {}
+    return text if parsed is None else parsed
 
 
 def first_unanswered(messages: Sequence[Any]) -> int:

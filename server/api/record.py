@@ -315,6 +315,12 @@ class CostsAtEnd(TypedDict, total=False):
     cache: CacheBody | None
 
 
+class ProgressTold(TypedDict, total=False):
+    """How far the prompt is, in chunks before the first output, if requested."""
+
+    prompt_progress: PromptProgress
+
+
 def progress_of(run: OpenRequest) -> PromptProgress:
     """The progress of a request that has a slot."""
     total, cache = len(run.request.tokens), run.cached_tokens

@@ -116,8 +116,8 @@ def _examine_file(path: Path, model: str | None) -> Examined:
     if model is None:
         checkups = checkups_of(requests)
         return checkups, [], [Text(_unknown(checkups), "dim")]
-    from server.api.openai.recorded import ModelReader  # these two import what a server imports
     from server.app.service import open_renderer
+    from server.doctor.model_reader import ModelReader  # these two import what a server imports
 
     reader = ModelReader(open_renderer(model))
     return checkups_of(requests, reader), reader.refused, []

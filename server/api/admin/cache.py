@@ -1,14 +1,10 @@
-"""`/v1/cache`: lists, clears, pins and primes the state of the namespace of a request's key and `?cache_salt=`.
+"""`/v1/cache`: lists, clears and pins the state of the namespace of a request's key and `?cache_salt=`.
 
 The server's owner may name another with `?namespace=`, and sees the sums of all.
-
-Priming evaluates a prefix, and generates nothing. A conversation is rendered only as far as no later message can
-change its tokens: an answer follows a user's or tool's message, a user's message any other.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -17,21 +13,12 @@ from typing_extensions import TypedDict
 
 from cache.budget import PinLimit
 from cache.disk.index import DiskWrites
-from cache.snapshots import RestorePointKind
 from cache.views import CacheView, EdgeDetail, EdgeView, NamespaceView, StateBytes
 from models.adapter import client_namespace
-from server.api.answer import Answer, Exchange
-from server.api.bodies import parse_body
-from server.api.call import generate
-from server.api.conversation import cut_at_last_point
-from server.api.dialect import ApiContext, Endpoint, Operation, context_of
-from server.api.errors import ApiError, Code, wrong
+from server.api.dialect import Endpoint, Operation, context_of
+from server.api.errors import ApiError, Code
 from server.api.guard import is_owner, visible_namespace
-from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
-from server.api.openai.generate import CompletionBody, read_conversation, text_prompt
-from server.api.openai.types import ChatBody, read_params
-from server.api.params import Incoming, question_of
-from server.api.wire import JsonBody, Payload, body_of, number_asked
+from server.api.wire import JsonBody, body_of, number_asked
 from server.engine import commands
 from server.engine.engine import Engine
 from server.pool.names import ModelNotLoaded
@@ -266,57 +253,6 @@ def _pinned(session_id: str, num_tokens: int) -> Response:
     return JsonBody(PinnedBody(id=session_id, object="session.pin", pinned=num_tokens > 0, pinned_tokens=num_tokens))
 
 
-class PrimedBody(TypedDict):
-    """What priming cost."""
-
-    id: str
-    object: str
-    model: str
-    session_id: str | None
-    tokens: int
-    cached_tokens: int
-    evaluated_tokens: int
-    ms: float
-
-
-@generate("prime-", may_stream=False)
-def prime_cache(context: ApiContext, incoming: Incoming) -> Exchange:
-    """Evaluates a prefix; the state stays if the client leaves."""
-    is_chat = "messages" in incoming.fields
-    if is_chat == ("prompt" in incoming.fields):
-        raise wrong("messages", "send either messages or a prompt to prime", Code.MISSING_PARAMETER)
-    kind: type[ChatBody | CompletionBody] = ChatBody if is_chat else CompletionBody
-    body = parse_body(kind, incoming.fields, IN_CHAT_PRIME if is_chat else IN_TEXT_PRIME)
-    model = context.pool.find(body.model)
-    if isinstance(body, ChatBody):
-        prefix = read_conversation(body, incoming, model).stable_prefix()
-    elif len(body.prompt) != 1:
-        raise wrong("prompt", "one prompt is primed at a time")
-    else:
-        prefix = cut_at_last_point(text_prompt(body.prompt[0], model), (RestorePointKind.PROMPT_END,))
-    params = replace(read_params(body, model), max_tokens=0, prompt_param="messages" if is_chat else "prompt")
-    return PrimeExchange(question_of(incoming, model, prefix, params, incoming.namespace(body.cache_salt)))
-
-
-class PrimeExchange(Exchange):
-    """Writes what priming cost."""
-
-    async def body(self, answer: Answer) -> Payload:
-        """The answer's body."""
-        _, finished = await answer.read()
-        return body_of(
-            PrimedBody,
-            finished.timings,
-            id=self.request.request_id,
-            object="cache.prime",
-            model=self.model.id,
-            session_id=self.request.session_id,
-            tokens=finished.prompt_tokens,
-            cached_tokens=finished.timings.cache_tokens,
-            ms=finished.timings.prompt_ms,
-        )
-
-
 _QUERY = ("cache_salt", "namespace", "model")
 ROUTES = (
     Endpoint("/sessions/{session_id:path}/pin", pin_session, Operation(answer=PinnedBody, query=_QUERY), ["POST"]),
@@ -326,5 +262,4 @@ ROUTES = (
     Endpoint("/cache", get_cache, Operation(answer=CacheStateBody, query=(*_QUERY, "limit"))),
     Endpoint("/cache/edges/{edge_id}", get_edge, Operation(answer=CacheEdgeBody, query=_QUERY)),
     Endpoint("/cache/clear", clear_cache, Operation(answer=ClearedBody, query=_QUERY), ["POST"]),
-    Endpoint("/cache/prime", prime_cache, Operation(ChatBody | CompletionBody, PrimedBody)),
 )

@@ -10,9 +10,9 @@ from pydantic_core import PydanticCustomError
 
 from models.prompt.shapes import Message
 from models.prompt.tool_definitions import Tool, ToolDefinitions
-from server.api import params
 from server.api.anthropic.content import reasoning_of
 from server.api.anthropic.tool_search import SEARCH_TOOLS, VERSION
+from server.api.binding import AnswerGrammar, ForcedCalls, json_grammar, shows_tools
 from server.api.bodies import BodyModel, FormatBody, Rules, Whole, part_text, refused, tool_result
 from server.api.conversation import (
     Conversation,
@@ -23,7 +23,9 @@ from server.api.conversation import (
 )
 from server.api.dialect import ApiContext
 from server.api.errors import wrong
+from server.api.generation import CacheSalt, Share, StopStrings, changed_sampling
 from server.api.healing import OwnCalls
+from server.api.params import GenerationParams, Limit
 from server.pool.names import ModelUnknown
 from server.pool.served import ServedModel
 
@@ -324,14 +326,14 @@ class MessagesBody(PromptBody):
     max_tokens: Annotated[Whole, Field(ge=0)]
     """0 only evaluates the prompt."""
     stream: bool | None = None
-    stop_sequences: params.StopStrings | None = None
-    temperature: params.Share | None = None
-    top_p: params.Share | None = None
+    stop_sequences: StopStrings | None = None
+    temperature: Share | None = None
+    top_p: Share | None = None
     top_k: Annotated[Whole, Field(ge=0)] | None = None
     """0 keeps all tokens."""
     metadata: RequestMetadata | None = None
     session_id: str | None = None
-    cache_salt: params.CacheSalt | None = None
+    cache_salt: CacheSalt | None = None
     context_management: dict[str, Any] | None = None
     """Without effect, as the answer says."""
 
@@ -374,7 +376,7 @@ def read_conversation(
     # Forms of clients send an empty text for no system prompt.
     has_system = any(block.text for block in body.system or ())
     system = [{"role": "system", "content": _parts(body.system or ())}] if has_system else []
-    shows = params.shows_tools(model, body.tools, forbids_calls=body.forbids_calls)
+    shows = shows_tools(model, body.tools, forbids_calls=body.forbids_calls)
     texts = [block.text for block in body.messages[0].content if isinstance(block, TextBlock)]
     key = namespace, hashlib.sha256(repr(texts).encode()).digest()
     reader = _Reader(body.tools or (), model.renderer.definitions, key)
@@ -532,25 +534,24 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
         return context.pool.find(None)
 
 
-def read_params(body: MessagesBody, model: ServedModel) -> params.GenerationParams:
+def read_params(body: MessagesBody, model: ServedModel) -> GenerationParams:
     """A checked body's parameters; raises ApiError or InvalidParameter."""
     choice = body.tool_choice or ToolChoiceOption(type="auto")
     names = (choice.name,) if choice.type == "tool" and choice.name else None
-    forced = params.ForcedCalls(names, choice.is_single) if choice.is_forced else None
-    return params.GenerationParams(
-        sampling=params.changed_sampling(model.sampling, body, model.vocab_size),
-        max_tokens=body.max_tokens,
+    forced = ForcedCalls(names, choice.is_single) if choice.is_forced else None
+    return GenerationParams(
+        sampling=changed_sampling(model.sampling, body, model.vocab_size),
+        limit=Limit(body.max_tokens),
         stop=tuple(body.stop_sequences or ()),
         max_thinking_tokens=body.thinking_wish().max_tokens,
         is_single_call=choice.is_single,
-        forced=forced,
-        grammar=_output_format(body) if forced is None else None,
+        grammar=forced or _output_format(body),
     )
 
 
-def _output_format(body: MessagesBody) -> params.AnswerGrammar | None:
+def _output_format(body: MessagesBody) -> AnswerGrammar | None:
     newer = body.output_config.format if body.output_config is not None else None
     wanted, param = newer or body.output_format, "output_format" if newer is None else "output_config.format"
     if newer is not None and body.output_format is not None:
         raise wrong("output_format", "it is another name of output_config.format, which is given too")
-    return None if wanted is None else params.AnswerGrammar(f"{param}.schema", params.json_grammar(wanted.schema_))
+    return None if wanted is None else AnswerGrammar(f"{param}.schema", json_grammar(wanted.schema_))

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from models.inference.sampling_params import SamplingParams
+from models.inference.sampling_params import NUMBERS, SamplingParams
 from models.output.pieces import Text
 from models.prompt.chat_template import RenderedPrompt
 from server.api import PRODUCT
@@ -22,11 +22,10 @@ from server.api.bodies import BodyModel, Rules, parse_body, refused
 from server.api.call import generate, inspect
 from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, context_of, with_and_without_v1
 from server.api.errors import ApiError, Code, retry_later
-from server.api.openai.fields import IN_CHAT, IN_TEXT
-from server.api.openai.generate import ProgressTold, read_conversation, text_prompt
-from server.api.openai.types import ChatBody, GenerationBody, as_limit, read_params
-from server.api.params import Incoming, check_token_ids, question_of
-from server.api.record import CostsAtEnd, costs_of, progress_of
+from server.api.generation import IN_TEXT, Bias, GenerationBody, LimitOrZero, read_params
+from server.api.openai.chat import IN_CHAT, ChatBody, read_conversation
+from server.api.params import Incoming, check_token_ids, question_of, text_prompt
+from server.api.record import CostsAtEnd, ProgressTold, costs_of, progress_of
 from server.api.wire import JsonBody, Payload, body_of, sse_event
 from server.engine.commands import describe_slots
 from server.engine.request import Delta, Finished, FinishReason, Progress, Started
@@ -63,39 +62,16 @@ class SlotBody(TypedDict):
     is_processing: bool
 
 
-class DefaultParams(TypedDict):
-    """A request's sampling, or the default."""
-
-    n_predict: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    top_n_sigma: float
-    xtc_probability: float
-    xtc_threshold: float
-    repeat_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    stop: list[str]
-
-
-class GenerationSettings(TypedDict):
-    """The defaults of requests."""
-
-    n_ctx: int
-    params: DefaultParams
+DefaultParams: TypeAlias = dict[str, float | list[str]]
+"""A request's sampling, or the default, under llama.cpp's names."""
+_SHOWN = NUMBERS.keys() - {"seed", "repetition_penalty", "repeat_last_n"}
 
 
 class PropsBody(TypedDict):
     """The server and its model."""
 
-    default_generation_settings: GenerationSettings
+    default_generation_settings: dict[Literal["n_ctx", "params"], Any]
+    """Of requests."""
     total_slots: int
     model_alias: str
     model_path: str
@@ -139,8 +115,8 @@ def _model_asked(request: Request) -> ServedModel:
 
 
 def _params_body(sampling: SamplingParams, n_predict: int = -1, stop: Sequence[str] = ()) -> DefaultParams:
-    repeat, texts = sampling.repetition_penalty, list(stop)
-    return body_of(DefaultParams, sampling, n_predict=n_predict, repeat_penalty=repeat, stop=texts)
+    shown = {name: getattr(sampling, name) for name in _SHOWN}
+    return {**shown, "n_predict": n_predict, "repeat_penalty": sampling.repetition_penalty, "stop": list(stop)}
 
 
 @inspect
@@ -262,16 +238,13 @@ def _bias_object(value: Any) -> Any:
     return {str(token): NEVER if bias is False else bias for token, bias in value}
 
 
-_Biases: TypeAlias = dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
-
-
 class LlamaCompletionBody(GenerationBody):
     """Body of `POST /completion`."""
 
     prompt: Annotated[Any, BeforeValidator(_one_prompt), Field()]
-    n_predict: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)] = None
+    n_predict: LimitOrZero = None
     """0 only evaluates the prompt."""
-    logit_bias: Annotated[_Biases | None, BeforeValidator(_bias_object)] = None
+    logit_bias: Annotated[dict[str, Bias] | None, BeforeValidator(_bias_object)] = None
     """Also pairs of a token id and its bias; `false` excludes the token."""
     return_tokens: bool | None = None
 

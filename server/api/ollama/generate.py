@@ -23,15 +23,17 @@ from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallCut, To
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from models.texts import well_formed_json
-from server.api import bodies, params
+from server.api import bodies
 from server.api.answer import Answer, Exchange, OutputEvent, Question, Run
+from server.api.binding import AnswerGrammar, Format, FunctionSpec, shows_tools
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refuse_fields, refused
 from server.api.call import generate, planned
 from server.api.conversation import UNREAD, Conversation, ThinkingWish, can_continue, first_unanswered
 from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
-from server.api.openai.types import Format, FunctionSpec
+from server.api.generation import Options, options_sampling
+from server.api.params import GenerationParams, Incoming, ask, check_token_ids, question_of
 from server.api.record import CacheBody, cache_of
 from server.api.wire import Payload, json_text
 from server.engine.request import Finished
@@ -93,7 +95,7 @@ class OllamaBody(BodyModel):
     format: Format = None
     """"json" allows any object."""
     think: Annotated[bool | str | None, BeforeValidator(_think, json_schema_input_type=_Think | None)] = None
-    options: params.Options | None = None
+    options: Options | None = None
     keep_alive: KeepAlive = None
 
 
@@ -121,13 +123,12 @@ def _template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, An
     return ThinkingWish(None if body.think is None else bool(body.think), effort).template_arguments()
 
 
-def _read_params(body: OllamaBody, model: ServedModel) -> params.GenerationParams:
-    options = body.options or params.Options()
-    sampling = params.options_sampling(options, model)
+def _read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
+    options = body.options or Options()
     wanted: Any = body.format
-    grammar = None if wanted is None else params.AnswerGrammar("format", wanted)
-    limit, stop = options.num_predict, tuple(options.stop or ())
-    return params.GenerationParams(sampling=sampling, max_tokens=limit, stop=stop, grammar=grammar)
+    sampling, stop = options_sampling(options, model), tuple(options.stop or ())
+    grammar = None if wanted is None else AnswerGrammar("format", wanted)
+    return GenerationParams(sampling=sampling, limit=options.limit(), stop=stop, grammar=grammar)
 
 
 _REPLY: Final = "zq-the-reply-before-qz"
@@ -142,7 +143,7 @@ _SAMPLE: Final = _messages(("user", "a"), ("assistant", _REPLY))
 
 def _follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -> RenderedPrompt:
     """The prompt of the messages `asked` behind the tokens `context`; raises ApiError (400)."""
-    params.check_token_ids(context, model.vocab_size, "context")
+    check_token_ids(context, model.vocab_size, "context")
     text = replace(asked, messages=[*_SAMPLE, *asked.messages]).render().text
     _, found, following = text.partition(_REPLY)
     if not found:
@@ -312,7 +313,7 @@ class OllamaGenerateAnswer(OllamaHead, OllamaEnd):
 
 
 @generate("ollama-")
-def generate_text(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelReady:
+def generate_text(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     """Answers one prompt."""
     body = parse_body(OllamaGenerateBody, incoming.fields, IN_GENERATE)
     if not body.prompt:
@@ -328,11 +329,11 @@ def generate_text(context: ApiContext, incoming: params.Incoming) -> Exchange | 
         messages = _messages(("system", body.system), ("user", body.prompt))
         asked = Conversation(model.renderer, messages, (), _template_arguments(body, model), namespace)
         if not body.context:
-            return _GenerateExchange(body, params.ask(incoming, model, asked.prepared_for(model), wishes))
+            return _GenerateExchange(body, ask(incoming, model, asked.prepared_for(model), wishes))
         # Tokens to be continued already hold the model's system prompt.
         prompt = _follow_up(model, body.context, asked)
     # No conversation, so the next prompt cannot be foreseen.
-    return _GenerateExchange(body, params.question_of(incoming, model, prompt, wishes, namespace))
+    return _GenerateExchange(body, question_of(incoming, model, prompt, wishes, namespace))
 
 
 class _GenerateExchange(_ChatExchange):
@@ -411,13 +412,13 @@ class OllamaChatAnswer(OllamaHead, OllamaEnd):
 
 
 @generate("ollama-")
-def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelReady:
+def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     """Answers the last message of a conversation."""
     body = parse_body(OllamaChatBody, incoming.fields, IN_BOTH)
     if not body.messages:
         return _answer_loading(context, body, {"message": _MESSAGE})
     model = find_named(context.pool.find, body.model)
-    shows = params.shows_tools(model, body.tools, forbids_calls=False)
+    shows = shows_tools(model, body.tools, forbids_calls=False)
     for index in range(first_unanswered(incoming.fields["messages"]), len(body.messages)):
         refuse_fields(body.messages[index].model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     last = body.messages[-1]
@@ -430,7 +431,7 @@ def chat(context: ApiContext, incoming: params.Incoming) -> Exchange | ModelRead
         # A last message that cannot be continued is answered.
         continues=last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model),
     ).prepared_for(model, incoming.own_calls)
-    return _ChatExchange(body, params.ask(incoming, model, conversation, _read_params(body, model)))
+    return _ChatExchange(body, ask(incoming, model, conversation, _read_params(body, model)))
 
 
 def _template_message(message: OllamaMessage) -> Message:
@@ -478,7 +479,7 @@ class EmbedAnswer(TypedDict):
 
 
 @planned
-def embed(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
+def embed(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with the vectors of texts."""
     began = time.monotonic()
     body = parse_body(EmbedBody, incoming.fields)
@@ -495,7 +496,7 @@ def embed(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
 
 
 @planned
-def embed_prompt(context: ApiContext, incoming: params.Incoming) -> EmbeddingWork:
+def embed_prompt(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Answers with the vector of one text."""
     body = parse_body(EmbeddingPromptBody, incoming.fields)
     reader = TextReader(find_named(context.pool.find, body.model), cuts=True)

@@ -1,26 +1,34 @@
 """The paths of OpenAI's dialect, LM Studio's included.
 
 `POST /v1/rerank` is that of Cohere and Jina. A model made for reranking judges each document with the query; another
-compares their vectors by the cosine.
+compares their vectors by the cosine. `POST /v1/cache/prime` evaluates a prefix, and generates nothing: a conversation
+is rendered only as far as no later message can change its tokens. An answer follows a user's or tool's message, a
+user's message any other.
 """
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
+from cache.snapshots import RestorePointKind
 from models.formats import Vector, judged_text
 from server.api import PRODUCT
+from server.api.answer import Answer, Exchange
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refused
-from server.api.call import planned
+from server.api.call import generate, planned
+from server.api.conversation import cut_at_last_point
 from server.api.dialect import ApiContext, Dialect, Endpoint, Operation, describe_models, with_and_without_v1
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
-from server.api.errors import wrong
-from server.api.openai.generate import ROUTES
-from server.api.params import Incoming
+from server.api.errors import Code, wrong
+from server.api.generation import IN_TEXT, read_params
+from server.api.openai.chat import IN_CHAT, ChatBody, read_conversation
+from server.api.openai.generate import ROUTES, CompletionBody
+from server.api.params import Incoming, Limit, question_of, text_prompt
 from server.api.wire import Payload, body_of, json_text
 from server.pool.served import ListedModel, ServedModel
 
@@ -176,6 +184,62 @@ def rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     return EmbeddingWork(model, texts, write, reading=how)
 
 
+_PRIME = refused("priming is there to keep one prompt, and has no text to stream: cache_prompt=true stream=false n=1")
+IN_CHAT_PRIME = IN_CHAT | _PRIME
+IN_TEXT_PRIME = IN_TEXT | _PRIME | refused("priming has no answer that could repeat the prompt: echo=false")
+
+
+class PrimedBody(TypedDict):
+    """What priming cost."""
+
+    id: str
+    object: str
+    model: str
+    session_id: str | None
+    tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    ms: float
+
+
+@generate("prime-", may_stream=False)
+def prime_cache(context: ApiContext, incoming: Incoming) -> Exchange:
+    """Evaluates a prefix; the state stays if the client leaves."""
+    is_chat = "messages" in incoming.fields
+    if is_chat == ("prompt" in incoming.fields):
+        raise wrong("messages", "send either messages or a prompt to prime", Code.MISSING_PARAMETER)
+    kind: type[ChatBody | CompletionBody] = ChatBody if is_chat else CompletionBody
+    body = parse_body(kind, incoming.fields, IN_CHAT_PRIME if is_chat else IN_TEXT_PRIME)
+    model = context.pool.find(body.model)
+    if isinstance(body, ChatBody):
+        prefix = read_conversation(body, incoming, model).stable_prefix()
+    elif len(body.prompt) != 1:
+        raise wrong("prompt", "one prompt is primed at a time")
+    else:
+        prefix = cut_at_last_point(text_prompt(body.prompt[0], model), (RestorePointKind.PROMPT_END,))
+    params = replace(read_params(body, model), limit=Limit(0), prompt_param="messages" if is_chat else "prompt")
+    return PrimeExchange(question_of(incoming, model, prefix, params, incoming.namespace(body.cache_salt)))
+
+
+class PrimeExchange(Exchange):
+    """Writes what priming cost."""
+
+    async def body(self, answer: Answer) -> Payload:
+        """The answer's body."""
+        _, finished = await answer.read()
+        return body_of(
+            PrimedBody,
+            finished.timings,
+            id=self.request.request_id,
+            object="cache.prime",
+            model=self.model.id,
+            session_id=self.request.session_id,
+            tokens=finished.prompt_tokens,
+            cached_tokens=finished.timings.cache_tokens,
+            ms=finished.timings.prompt_ms,
+        )
+
+
 class ModelBody(TypedDict):
     """One model that requests may name."""
 
@@ -244,6 +308,7 @@ _ROUTES = (
     Endpoint("/embeddings", create_embeddings, Operation(EmbeddingsBody, EmbeddingList)),
     Endpoint("/rerank", rerank, Operation(RerankBody, RankedList)),
     *ROUTES,
+    Endpoint("/cache/prime", prime_cache, Operation(ChatBody | CompletionBody, PrimedBody)),
     Endpoint("/models", _MODELS, Operation(answer=ModelList)),
     Endpoint("/models/{model_id:path}", _MODELS, Operation(answer=ModelBody)),
 )

@@ -11,30 +11,37 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
 from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.output import pieces
 from models.output.pieces import Piece, TokenLogprob
-from models.prompt.chat_template import RenderedPrompt, plain_text
+from models.prompt.chat_template import plain_text
 from models.prompt.shapes import Message
 from server.api import PRODUCT
 from server.api.answer import Answer, Exchange, Question
-from server.api.bodies import parse_body, refuse_fields
+from server.api.binding import ForcedCalls
+from server.api.bodies import parse_body
 from server.api.call import generate
-from server.api.conversation import Conversation, check_continuable, check_template_arguments
 from server.api.dialect import ApiContext, Endpoint, ErrorObject, Operation, error_object
-from server.api.errors import ContextExceeded, explain, wrong
-from server.api.openai import types
-from server.api.openai.fields import IN_CHAT, IN_MESSAGE, IN_TEXT
-from server.api.params import ForcedCalls, Incoming, ask, check_token_ids, question_of, shows_tools
-from server.api.record import AnswerCosts, CostsAtEnd, PromptProgress, costs_of, progress_of
+from server.api.errors import explain, wrong
+from server.api.generation import (
+    BACKGROUND_TIER,
+    IN_TEXT,
+    GenerationBody,
+    LimitOrZero,
+    StreamOptions,
+    read_params,
+    refuse_going_on,
+    refuse_lone_stream_options,
+)
+from server.api.openai.chat import IN_CHAT, ChatBody, ChatMessage, read_conversation, template_message
+from server.api.params import Incoming, ask, question_of, text_prompt
+from server.api.record import AnswerCosts, CostsAtEnd, ProgressTold, costs_of, progress_of
 from server.api.wire import Payload, sse_event
 from server.app.config import ServerConfig
 from server.engine.request import LOOP_GUARD, Delta, Failed, Finished, FinishReason, Priority, TokenArray
 from server.pool.served import ServedModel
 
-MAX_EXPLICIT_POINTS = 16
 LEAST = -9999.0
 """Stands for a log-probability of minus infinity."""
 
@@ -68,12 +75,6 @@ class PromptIds(TypedDict, total=False):
     """The prompt's tokens, if requested."""
 
     prompt_token_ids: list[int]
-
-
-class ProgressTold(TypedDict, total=False):
-    """How far the prompt is, in chunks before the first output, if requested."""
-
-    prompt_progress: PromptProgress
 
 
 class ChoiceEnd(TypedDict):
@@ -136,10 +137,10 @@ class _ChoiceExchange(Exchange):
     calls_reason = "tool_calls"
     """The `finish_reason` of an answer that ends with calls."""
 
-    def __init__(self, body: types.GenerationBody, question: Question) -> None:
+    def __init__(self, body: GenerationBody, question: Question) -> None:
         super().__init__(question)
         self._body, self.tells_progress = body, body.stream is True and body.return_progress is True
-        self._streaming = body.stream_options or types.StreamOptions()
+        self._streaming = body.stream_options or StreamOptions()
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] = []
         tokens = self.request.tokens
@@ -153,7 +154,7 @@ class _ChoiceExchange(Exchange):
         }
         if body.service_tier is not None:
             is_background = self.request.priority is Priority.BACKGROUND
-            self._head["service_tier"] = types.BACKGROUND_TIER if is_background else "default"
+            self._head["service_tier"] = BACKGROUND_TIER if is_background else "default"
 
     @abstractmethod
     def _take(self, piece: Piece) -> Any:
@@ -290,7 +291,7 @@ def _usage_of(finished: Finished) -> Usage:
     return {**usage, "completion_tokens_details": spent} if spent else usage
 
 
-def _num_choices(body: types.GenerationBody, num_prompts: int, config: ServerConfig) -> int:
+def _num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) -> int:
     """The number of answers to each prompt; raises ApiError for more than may run and wait."""
     count, limit = body.n or 1, config.slots + config.max_waiting
     if count * num_prompts > limit:
@@ -368,44 +369,20 @@ class ChatCompletion(AnswerHead, PromptIds, AnswerCosts):
 @generate("chatcmpl-")
 def create_chat_completion(context: ApiContext, incoming: Incoming) -> _ChoiceExchange:
     """Answers the last message of a conversation."""
-    body = parse_body(types.ChatBody, incoming.fields, IN_CHAT)
-    types.refuse_lone_stream_options(body)
+    body = parse_body(ChatBody, incoming.fields, IN_CHAT)
+    refuse_lone_stream_options(body)
     model = context.pool.find(body.model)
     conversation = read_conversation(body, incoming, model)
     if isinstance(body.tool_choice, ForcedCalls):
-        types.refuse_going_on(body, "an answer ends with the calls that are forced")
-    params = replace(types.read_params(body, model), prediction=_predicted(body, model), **body.calls())
+        refuse_going_on(body, "an answer ends with the calls that are forced")
+    params = replace(read_params(body, model), prediction=_predicted(body, model), **body.calls())
     params = replace(params, max_thinking_tokens=body.thinking_wish().max_tokens)
     question, count = ask(incoming, model, conversation, params), _num_choices(body, 1, context.config)
     first, *first.others = [ChatExchange(body, _choice_of(question, index, index)) for index in range(count)]
     return first
 
 
-def read_conversation(body: types.ChatBody, incoming: Incoming, model: ServedModel) -> Conversation:
-    """The prompt's source; raises ApiError."""
-    continues = body.continues()
-    if continues:
-        check_continuable(model)
-    shows = shows_tools(model, body.tools or body.functions, forbids_calls=body.forbids_calls)
-    for index, message in enumerate(body.messages):
-        refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
-    marked = (one.cache_control is not None for said in body.messages for one in (said, *(said.content or ())))
-    if sum(marked) > MAX_EXPLICIT_POINTS:
-        raise wrong("messages", f"at most {MAX_EXPLICIT_POINTS} may carry cache_control")
-    arguments = body.chat_template_kwargs or {}
-    check_template_arguments(arguments, "chat_template_kwargs")
-    return Conversation(
-        model.renderer,
-        tools=types.offered_tools(incoming.fields) if shows else [],
-        forbids_calls=body.forbids_calls,
-        messages=list(map(types.template_message, body.messages)),
-        template_arguments={**arguments, **body.thinking_wish().template_arguments()},
-        namespace=incoming.namespace(body.cache_salt),
-        continues=continues,
-    ).prepared_for(model, incoming.own_calls)
-
-
-def _predicted(body: types.ChatBody, model: ServedModel) -> TokenArray | None:
+def _predicted(body: ChatBody, model: ServedModel) -> TokenArray | None:
     """The prediction's tokens, if any. Raises ApiError beyond the context."""
     text = plain_text(body.prediction.model_dump()["content"]) if body.prediction is not None else ""
     if not text:
@@ -424,7 +401,7 @@ class ChatExchange(_ChoiceExchange):
     kind, chunk_kind, part = "chat.completion", "chat.completion.chunk", "delta"
     nothing: ClassVar[Payload] = {}
 
-    def __init__(self, body: types.ChatBody, question: Question) -> None:
+    def __init__(self, body: ChatBody, question: Question) -> None:
         super().__init__(body, question)
         self.opening = {"role": "assistant", "content": "", "refusal": None}
         if body.functions:
@@ -449,7 +426,7 @@ class ChatExchange(_ChoiceExchange):
 
     def reply_messages(self) -> list[Message]:
         """The answer as clients send it back."""
-        return [types.template_message(types.ChatMessage.model_validate(self._message))]
+        return [template_message(ChatMessage.model_validate(self._message))]
 
     def _take(self, piece: Piece) -> Payload | None:
         match piece:
@@ -500,13 +477,13 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(type(entry) is int for entry in value))
 
 
-class CompletionBody(types.GenerationBody):
+class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts), Field()]
     """A text, token ids, or several of either."""
     echo: bool | None = None
-    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(types.as_limit)] = None
+    max_tokens: LimitOrZero = None
     """0 only with the prompt's log-probabilities."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -543,10 +520,10 @@ class TextCompletion(AnswerHead, ProgressTold, CostsAtEnd):
 def create_completion(context: ApiContext, incoming: Incoming) -> _ChoiceExchange:
     """Continues a text."""
     body = parse_body(CompletionBody, incoming.fields, IN_TEXT)
-    types.refuse_lone_stream_options(body)
+    refuse_lone_stream_options(body)
     num_scored = body.num_prompt_logprobs()
     model = context.pool.find(body.model)
-    params, namespace = types.read_params(body, model), incoming.namespace(body.cache_salt)
+    params, namespace = read_params(body, model), incoming.namespace(body.cache_salt)
     if num_scored is not None:
         params = replace(params, prompt_logprobs=num_scored, cache_prompt=False)
     count = _num_choices(body, len(body.prompt), context.config)
@@ -560,17 +537,6 @@ def create_completion(context: ApiContext, incoming: Incoming) -> _ChoiceExchang
             exchanges.append(CompletionExchange(body, _choice_of(question, len(exchanges), number), repeated))
     first, *first.others = exchanges
     return first
-
-
-def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "prompt") -> RenderedPrompt:
-    """A plain prompt's tokens; raises ApiError for a number that is no token."""
-    if isinstance(prompt, str):
-        return model.renderer.encode(prompt)
-    if len(prompt) >= model.context_tokens:
-        raise ContextExceeded(len(prompt), model.context_tokens - 1, place)
-    check_token_ids(prompt, model.vocab_size, place)
-    end = RestorePoint(len(prompt), RestorePointKind.PROMPT_END)
-    return RenderedPrompt(np.array(prompt, dtype=np.int32), (end,) if prompt else ())
 
 
 class CompletionExchange(_ChoiceExchange):
@@ -628,6 +594,6 @@ class CompletionExchange(_ChoiceExchange):
 
 
 ROUTES = (
-    Endpoint("/chat/completions", create_chat_completion, Operation(types.ChatBody, ChatCompletion, ChatChunk)),
+    Endpoint("/chat/completions", create_chat_completion, Operation(ChatBody, ChatCompletion, ChatChunk)),
     Endpoint("/completions", create_completion, Operation(CompletionBody, TextCompletion, TextCompletion)),
 )

@@ -17,14 +17,14 @@ from pydantic_core import PydanticCustomError
 
 from models.prompt.shapes import Message
 from models.prompt.tokenize import spend, stop_if_abandoned
-from server.api import bodies
+from server.api import binding, bodies
 from server.api.bodies import Body, BodyModel, Rules, Whole, parse_body, refused, validated
-from server.api.conversation import Conversation, ThinkingWish, can_continue, media_in_words
+from server.api.conversation import Conversation, ThinkingWish, can_continue, media_in_words, read_arguments
 from server.api.dialect import ApiContext
 from server.api.errors import ApiError, Code, wrong
+from server.api.generation import SharedBody, smallest_limit
 from server.api.healing import own_calls_of
-from server.api.openai import types
-from server.api.params import AnswerGrammar, shows_tools
+from server.api.params import Limit
 from server.api.responses.output import INPUT, SEARCH, ClientTool, Item, ToolSet, joined_name, reasoning_of
 from server.api.responses.store import ResponseStore, store_of
 from server.api.wire import MAX_MESSAGES, json_text
@@ -48,7 +48,7 @@ class TextFormat(bodies.FormatBody):
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: Annotated[types.Schema, Field(alias="schema")] = None
+    schema_: Annotated[binding.Schema, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -72,7 +72,7 @@ Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max
 Items = Annotated[list[Any], BeforeValidator(_as_items)]
 
 
-class InputBody(types.CallingBody):
+class InputBody(binding.CallingBody):
     """The fields that make the prompt."""
 
     model: str | None = None
@@ -81,7 +81,7 @@ class InputBody(types.CallingBody):
     previous_response_id: str | None = None
     conversation: Annotated[str | None, BeforeValidator(_conversation)] = None
     tools: list[Any] | None = None
-    tool_choice: Annotated[Any, types.tool_choice_reader("function", "custom")] = None
+    tool_choice: Annotated[Any, binding.tool_choice_reader("function", "custom")] = None
     reasoning: ReasoningWish | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -90,7 +90,7 @@ class InputBody(types.CallingBody):
 _Limit = Annotated[Whole, Field(ge=1)] | None
 
 
-class ResponsesBody(InputBody, types.SharedBody):
+class ResponsesBody(InputBody, SharedBody):
     """Body of `POST /v1/responses`."""
 
     max_output_tokens: _Limit = None
@@ -104,17 +104,16 @@ class ResponsesBody(InputBody, types.SharedBody):
     background: bool | None = None
     """The response outlives its client."""
 
-    def limit(self) -> int | None:
+    def limit(self) -> Limit:
         """The most tokens, if the request says."""
-        given = (self.max_output_tokens, self.max_completion_tokens, self.max_tokens)
-        return min((limit for limit in given if limit is not None), default=None)
+        return smallest_limit(self, "max_output_tokens", "max_completion_tokens", "max_tokens")
 
-    def answer_grammar(self) -> AnswerGrammar | None:
+    def answer_grammar(self) -> binding.AnswerGrammar | None:
         """The answer's grammar."""
         if self.text is None or (wanted := self.text.format) is None:
             return None
         schema = wanted.schema_ if wanted.type == "json_schema" else None
-        return types.format_grammar("text.format", wanted.type, schema, wanted.strict)
+        return binding.format_grammar("text.format", wanted.type, schema, wanted.strict)
 
 
 LEFT_OUT: Final = ("web_search", "web_search_preview", "image_generation")
@@ -128,11 +127,11 @@ class _InputFormat(BodyModel):
     definition: str | None = None
 
 
-class _CustomTool(types.NamedTool):
+class _CustomTool(binding.NamedTool):
     format: _InputFormat | None = None
 
 
-class _NamespaceTool(types.NamedTool):
+class _NamespaceTool(binding.NamedTool):
     tools: list[dict[str, Any]]
 
 
@@ -191,7 +190,7 @@ def _read(tool: Mapping[str, Any], place: str, namespace: _NamespaceTool | None)
     own_name = namespace.name if namespace is not None else None
     match _type_of(tool):
         case "function":
-            shown = _dumped(validated(types.FunctionSpec, tool, place))
+            shown = _dumped(validated(binding.FunctionSpec, tool, place))
             called = ClientTool(shown["name"], own_name)
         case "custom":
             custom = validated(_CustomTool, tool, place)
@@ -285,7 +284,7 @@ class _Message(BodyModel):
 class _Call(BodyModel):
     call_id: str
 
-    def called(self) -> tuple[str, str]:
+    def called(self) -> tuple[str, Any]:
         raise NotImplementedError
 
     def said(self) -> Mapping[str, Any]:
@@ -299,8 +298,8 @@ class _FunctionCall(_Call):
     arguments: str
     namespace: str | None = None
 
-    def called(self) -> tuple[str, str]:
-        return joined_name(self.namespace, self.name), self.arguments
+    def called(self) -> tuple[str, Any]:
+        return joined_name(self.namespace, self.name), read_arguments(self.arguments)
 
 
 class _CustomCall(_Call):
@@ -308,22 +307,22 @@ class _CustomCall(_Call):
     input: str
     namespace: str | None = None
 
-    def called(self) -> tuple[str, str]:
-        return joined_name(self.namespace, self.name), json.dumps({INPUT: self.input}, ensure_ascii=False)
+    def called(self) -> tuple[str, Any]:
+        return joined_name(self.namespace, self.name), {INPUT: self.input}
 
 
 class _ShellCall(_Call):
     action: dict[str, Any]
 
-    def called(self) -> tuple[str, str]:
-        return LOCAL_SHELL, json.dumps(self.action, ensure_ascii=False)
+    def called(self) -> tuple[str, Any]:
+        return LOCAL_SHELL, self.action
 
 
 class _SearchCall(_Call):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
-    def called(self) -> tuple[str, str]:
-        return SEARCH, json.dumps(self.arguments, ensure_ascii=False)
+    def called(self) -> tuple[str, Any]:
+        return SEARCH, self.arguments
 
 
 class _SearchOutput(BodyModel):
@@ -413,18 +412,18 @@ def read_messages(items: Sequence[Item]) -> list[Message]:
         else:
             runs.append([said])
         previous = kind
-    return [types.template_message(types.ChatMessage.model_validate(_one_message(run))) for run in runs]
+    return list(map(_one_message, runs))
 
 
-def _one_message(run: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _one_message(run: Sequence[Mapping[str, Any]]) -> Message:
     """A message of what was said in a row; texts are joined once, however many they are."""
-    if len(run) == 1:
-        return {"content": "", **run[0]}
     parts: dict[str, list[Any]] = {"content": [""]}
-    for name, value in (field for said in run for field in said.items()):
+    for name, value in (field for said in run for field in said.items() if field[1] is not None):
         parts.setdefault(name, []).append(value)
-    calls = {"tool_calls": list(chain.from_iterable(parts.pop("tool_calls")))} if "tool_calls" in parts else {}
-    return {**{name: "".join(texts) for name, texts in parts.items()}, **calls, "role": run[0]["role"]}
+    # Templates know no developer role, the new name of system.
+    role = "system" if run[0]["role"] == "developer" else run[0]["role"]
+    joined = {name: [*chain(*told)] if name == "tool_calls" else "".join(told) for name, told in parts.items()}
+    return {**joined, "role": role, "content": [{"text": joined["content"]}]}
 
 
 ID_PREFIX = "resp_"
@@ -477,7 +476,7 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
     new = with_ids(list(_resolved(check_items(body.input), before, store, namespace)), name)
     items = [*before, *new]
     given = read_tools(body.tools or ())
-    offered = given if shows_tools(model, given.shown, forbids_calls=body.forbids_calls) else ToolSet()
+    offered = given if binding.shows_tools(model, given.shown, forbids_calls=body.forbids_calls) else ToolSet()
     tools, items = _with_found(offered, items, model, namespace)
     instructions = {"type": "message", "role": "system", "content": body.instructions}
     messages = read_messages([instructions, *items] if body.instructions else items)

@@ -21,11 +21,12 @@ from typing_extensions import TypedDict
 from models.output.pieces import PartStatus
 from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
+from server.api.binding import ForcedCalls
 from server.api.call import generate, inspect
 from server.api.conversation import refuse_new_media
 from server.api.dialect import ApiContext, Endpoint, Operation
 from server.api.errors import ApiError, Code, explain, retry_later, wrong
-from server.api.openai.types import GenerationBody, SharedBody, read_params
+from server.api.generation import GenerationBody, SharedBody, read_params
 from server.api.params import Incoming, ask
 from server.api.record import CostsAtEnd, costs_of
 from server.api.responses import conversation
@@ -124,7 +125,7 @@ def _begun_response(body: ResponsesBody, fields: Payload, request: GenerationReq
         background=body.background is True,
         **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
         model=model,
-        max_output_tokens=body.limit(),
+        max_output_tokens=body.limit().tokens,
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
         conversation=None if body.conversation is None else {"id": body.conversation},
@@ -319,12 +320,13 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     body = context.kept(LastTools).settle(body, incoming, namespace)
     given = conversation.read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
     shared = body.model_dump(include={*SharedBody.model_fields})
-    params = read_params(GenerationBody.model_validate({**shared, "max_tokens": body.limit()}), model)
-    params = replace(params, grammar=body.answer_grammar(), prompt_param="input", **body.calls())
-    if params.forced is not None:
+    params = read_params(GenerationBody.model_validate(shared), model)
+    calls = {"grammar": body.answer_grammar(), **body.calls()}
+    params = replace(params, limit=body.limit(), prompt_param="input", **calls)
+    if isinstance(forced := params.grammar, ForcedCalls):
         shown = {tool.name: name for name, tool in given.tools.by_name.items()}
-        names = params.forced.names and tuple(shown.get(name, name) for name in params.forced.names)
-        params = replace(params, forced=replace(params.forced, names=names))
+        names = forced.names and tuple(shown.get(name, name) for name in forced.names)
+        params = replace(params, grammar=replace(forced, names=names))
     if given.session is not None:
         # The session is that of the chain's first response.
         incoming = replace(incoming, fields={**incoming.fields, "previous_response_id": given.session})

@@ -13,10 +13,9 @@ from typing import Any, Literal, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from models.inference.sampling_params import SamplingParams, check
+from models.inference.sampling_params import NUMBERS, SamplingParams, check
 from models.output.pieces import Reasoning, Text
 from models.prompt.shapes import Message
-from models.store.stored_model import SAMPLING_DEFAULTS
 from server.engine.request import Timings
 
 AnswerPart: TypeAlias = Text | Reasoning | Timings
@@ -42,10 +41,8 @@ class ChatError(Exception):
 
 
 MAX_TOKENS, THINK = "max_tokens", "think"
-SAMPLING: Mapping[str, type] = {
-    **SAMPLING_DEFAULTS,
-    **dict.fromkeys(("top_n_sigma", "xtc_probability", "xtc_threshold"), float),
-}
+SAMPLING = {name: kind for name, kind in NUMBERS.items() if not name.startswith("dry_")}
+"""DRY needs breakers too."""
 _KINDS: Mapping[str, type] = {**SAMPLING, MAX_TOKENS: int, THINK: bool}
 _IN_WORDS = {float: "a number", int: "a whole number", bool: "on or off"}
 _SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}

@@ -7,7 +7,7 @@ import pytest
 
 from models.inference.grammar import GrammarCompiler
 from models.output.grammar import BOUNDS, close_objects
-from server.api.params import json_grammar
+from server.api.binding import json_grammar
 from tests.support import tiny_models
 
 CITY = {"properties": {"city": {"type": "string"}}}

@@ -17,15 +17,15 @@ from server.api.admin.cache import (
     NamespaceBody,
     NodeBody,
     PinnedBody,
-    PrimedBody,
 )
 from server.api.admin.state import CacheCountsBody, DeletedBody, EngineBody, HealthBody, SessionList
 from server.api.app import ADMIN_ROUTES, APIS
 from server.api.bodies import Rule, Rules
 from server.api.dialect import ErrorObject
 from server.api.errors import Code
-from server.api.openai.api import ModelBody, ModelList
-from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
+from server.api.generation import IN_BOTH, IN_TEXT, GenerationBody, StreamOptions
+from server.api.openai.api import ModelBody, ModelList, PrimedBody
+from server.api.openai.chat import IN_CHAT, IN_MESSAGE, ChatBody, ChatMessage
 from server.api.openai.generate import (
     ChatChoice,
     ChatChunk,
@@ -38,7 +38,6 @@ from server.api.openai.generate import (
     TextCompletion,
     Usage,
 )
-from server.api.openai.types import ChatBody, ChatMessage, GenerationBody, StreamOptions
 from server.api.record import CacheBody, TimingsBody
 from server.api.sessions import (
     MAX_ALL_REFUSALS,

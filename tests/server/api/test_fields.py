@@ -8,9 +8,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from server.api.openai.fields import IN_CHAT, IN_CHAT_PRIME, IN_TEXT, IN_TEXT_PRIME
+from server.api.generation import IN_TEXT, GenerationBody
+from server.api.openai.api import IN_CHAT_PRIME, IN_TEXT_PRIME
+from server.api.openai.chat import IN_CHAT, ChatBody
 from server.api.openai.generate import CompletionBody
-from server.api.openai.types import ChatBody, GenerationBody
 from server.app.config import ServerConfig
 from server.engine.request import LOOP_GUARD, FinishReason, LoopRule
 from tests.support.apps import create_app

@@ -13,16 +13,8 @@ from models.inference.grammar import MAX_CHARACTERS, GrammarCompiler
 from models.output.call_formats import CODER, HARMONY, HERMES, LLAMA, PYTHONIC
 from models.output.grammar import OutputGrammar, allows
 from models.output.pieces import ToolArguments, ToolCallStarted
+from server.api.binding import AnswerGrammar, ForcedCalls, answer_grammar, bound_calls, forced_calls, json_grammar
 from server.api.conversation import Conversation
-from server.api.params import (
-    AnswerGrammar,
-    ForcedCalls,
-    GenerationParams,
-    answer_grammar,
-    bound_calls,
-    forced_calls,
-    json_grammar,
-)
 from server.api.responses.output import AnswerOutput, ClientTool, ToolSet
 from server.app.config import ServerConfig
 from server.engine.output import CallConstraint
@@ -242,12 +234,12 @@ def test_what_begins_a_call_is_no_text(syntax: Any, text: str, is_allowed: bool)
     grammars = GrammarCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
     model = fake_model(call_format=syntax, grammars=grammars)
     conversation = Conversation(model.renderer, [user("Hi")], TOOLS, forbids_calls=True).prepared_for(model)
-    wanted = answer_grammar(model, conversation, GenerationParams())
+    wanted = answer_grammar(model, conversation, None)
     assert wanted is not None
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert follows(grammars.compile(wanted.grammar).begin(), tokens) == is_allowed
     asked = AnswerGrammar("response_format", json_grammar({"type": "object"}))
-    assert answer_grammar(model, conversation, GenerationParams(grammar=asked)) == asked, "it has no place for calls"
+    assert answer_grammar(model, conversation, asked) == asked, "it has no place for calls"
 
 
 def test_tools_that_cannot_be_forbidden_are_not_shown() -> None:

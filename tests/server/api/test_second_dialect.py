@@ -30,7 +30,7 @@ from server.api.call import generate
 from server.api.conversation import Conversation
 from server.api.dialect import ApiContext, Dialect, Endpoint
 from server.api.errors import ApiError, Code
-from server.api.params import GenerationParams, Incoming, question_of
+from server.api.params import GenerationParams, Incoming, Limit, question_of
 from server.api.wire import JsonBody, Payload, json_text, sse_comment, sse_event
 from server.app.config import ServerConfig
 from server.engine.commands import pin_turn
@@ -140,7 +140,7 @@ def opened(kind: type[Exchange], context: ApiContext, incoming: Incoming) -> Exc
     messages: list[Message] = [{"role": "user", "content": [{"text": incoming.fields["ask"]}]}]
     conversation = Conversation(model.renderer, messages, TOOLS, {}, namespace)
     prompt = conversation.render()
-    params = GenerationParams(max_tokens=incoming.fields.get("limit"), prompt_param="ask")
+    params = GenerationParams(limit=Limit(incoming.fields.get("limit"), "limit"), prompt_param="ask")
     question = question_of(incoming, model, prompt, params, namespace)
     return kind(replace(question, conversation=conversation))
 

@@ -10,9 +10,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from starlette.testclient import TestClient
 
-from server.api.openai.fields import IN_CHAT, IN_TEXT
+from server.api.generation import IN_TEXT
+from server.api.openai.chat import IN_CHAT, ChatBody
 from server.api.openai.generate import CompletionBody
-from server.api.openai.types import ChatBody
 from server.app.config import ServerConfig
 from server.engine.request import Priority
 from tests.support.apps import create_app

@@ -20,11 +20,11 @@ from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatRenderer
 from server.api.app import create_pool_app
-from server.api.openai.recorded import ModelReader
 from server.app.config import ServerConfig
 from server.app.service import open_renderer, open_service
 from server.diagnosis.causes import UNTOLD, Cause
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, place_name
+from server.doctor.model_reader import ModelReader
 from server.doctor.recorded import checkups_of, read_requests
 from server.engine.commands import clear_cache
 from server.engine.engine import Engine

@@ -12,7 +12,7 @@ from models.output.pieces import ReasoningFormat
 from models.texts import enclose
 from server.api.anthropic.content import sign
 from server.api.anthropic.conversation import MAX_CACHE_POINTS, MessagesBody, read_conversation, read_params
-from server.api.params import answer_grammar
+from server.api.binding import answer_grammar
 from server.app.config import ServerConfig
 from server.diagnosis.causes import Cause, Miss, MissReason
 from server.engine.request import FinishReason, OutOfMemory
@@ -460,7 +460,7 @@ def test_forced_calls_bind_the_answer(choice: dict[str, Any], may_call_again: bo
     syntax = HERMES
     model = fake_model(grammars=FakeCompiler(), call_format=syntax)
     conversation = read_conversation(body, model, "")
-    wanted = answer_grammar(model, conversation, read_params(body, model))
+    wanted = answer_grammar(model, conversation, read_params(body, model).grammar)
     assert wanted is not None and wanted.param == "tool_choice"
     rules = wanted.grammar.text.splitlines()
     assert rules[1].startswith("calls: ") and rules[1].rstrip().endswith("function)*") == may_call_again

@@ -16,14 +16,13 @@ from starlette.testclient import TestClient
 
 from server.api.anthropic.conversation import IN_MESSAGES, IN_PROMPT, MessagesBody, PromptBody
 from server.api.bodies import Rules
+from server.api.generation import IGNORED_OPTIONS, IN_TEXT, Options
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
 from server.api.ollama.generate import IN_BOTH as IN_OLLAMA
 from server.api.ollama.generate import IN_GENERATE, OllamaChatBody, OllamaGenerateBody, OllamaMessage
 from server.api.ollama.generate import IN_MESSAGE as IN_OLLAMA_MESSAGE
-from server.api.openai.fields import IN_CHAT, IN_TEXT
+from server.api.openai.chat import IN_CHAT, ChatBody
 from server.api.openai.generate import CompletionBody
-from server.api.openai.types import ChatBody
-from server.api.params import IGNORED_OPTIONS, Options
 from server.api.responses.conversation import IN_INPUT, IN_RESPONSES, KNOWN, WITHOUT_EFFECT, InputBody, ResponsesBody
 from server.app.config import ServerConfig
 from tests.support.apps import create_app

@@ -13,9 +13,9 @@ from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatRenderer
 from models.texts import enclose
+from server.api.generation import Options
 from server.api.llama_cpp.api import DetokenizeBody, TokenizeBody
 from server.api.ollama.generate import OllamaChatBody, OllamaGenerateBody, OllamaMessage
-from server.api.params import Options
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models

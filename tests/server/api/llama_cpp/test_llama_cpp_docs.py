@@ -5,12 +5,11 @@ from typing import Any, get_type_hints
 import pytest
 
 from server.api.errors import Code
+from server.api.generation import IN_TEXT
 from server.api.llama_cpp.api import (
     ERRORS,
     IN_COMPLETION,
-    DefaultParams,
     DetokenizeBody,
-    GenerationSettings,
     LlamaCompletion,
     LlamaCompletionBody,
     LlamaCppError,
@@ -20,7 +19,6 @@ from server.api.llama_cpp.api import (
     TokenPiece,
     TokensBody,
 )
-from server.api.openai.fields import IN_TEXT
 from tests.server.api.test_docs import ROOT, reasons, rows
 from tests.support.docs import table
 
@@ -48,8 +46,10 @@ def test_every_field_that_only_completion_refuses_is_named() -> None:
 
 
 def test_every_other_field_and_type_of_error_is_named() -> None:
-    kinds = (TokensBody, TokenPiece, DefaultParams, GenerationSettings)
+    kinds = (TokensBody, TokenPiece)
     names = {
+        "n_ctx",
+        "params",
         "vision",
         "audio",
         "content",

@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from server.api.bodies import Rules
+from server.api.generation import IGNORED_OPTIONS, Options
 from server.api.ollama.api import DetailsBody, RunningBody, ShownBody, TagBody
 from server.api.ollama.generate import (
     IN_BOTH,
@@ -19,7 +20,6 @@ from server.api.ollama.generate import (
     OllamaMessage,
 )
 from server.api.openapi import OTHER_APIS, find_other_api
-from server.api.params import IGNORED_OPTIONS, Options
 from tests.server.api.test_docs import reasons, rows
 from tests.support.docs import Page, table
 

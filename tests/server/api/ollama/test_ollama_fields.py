@@ -8,8 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
+from server.api.generation import IGNORED_OPTIONS
 from server.api.ollama.generate import IN_BOTH, IN_GENERATE
-from server.api.params import IGNORED_OPTIONS
 from server.app.config import ServerConfig
 from tests.support.apps import create_app
 from tests.support.docs import Page

@@ -9,8 +9,7 @@ from models.prompt.shapes import ToolOrders, with_constant_headers
 from server.api.bodies import parse_body, validated
 from server.api.conversation import Conversation
 from server.api.errors import ApiError, explain
-from server.api.openai.fields import IN_CHAT
-from server.api.openai.types import ChatBody, ChatMessage, offered_tools, template_message
+from server.api.openai.chat import IN_CHAT, ChatBody, ChatMessage, offered_tools, template_message
 from server.diagnosis.account import EvaluatedTurn, Rendered
 from server.diagnosis.prompt import part_of
 from server.doctor.recorded import Reader, Recorded
