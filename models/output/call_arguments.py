@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import regex as re
 
 from models.output.call_formats import JSON, Literal
-from models.output.call_patterns import END, OVER, Ends, Patterns
+from models.output.call_patterns import CUT, END, OVER, Ends, Patterns
 from models.output.call_values import escaped, is_closed, json_text, properties_of, types_of, value_text
 from models.output.pieces import Piece, ToolArguments, ToolCallStarted
 from models.texts import well_formed
@@ -44,6 +44,8 @@ class ArgumentReader:
         """The open call, while nothing of it is given out."""
         self.is_held = False
         """Nothing of the open call may be given out yet."""
+        self._has_crlf = False
+        """The open value stands between line ends of Windows."""
         self.repairs: list[str] = []
         """Names of the repairs made in the open call."""
         self._waiting = ""
@@ -127,7 +129,7 @@ class ArgumentReader:
         self.add("{")
         properties, given, was_text = properties_of(schema), set[str](), False
         while found := (yield from self.take(form.key)):
-            key = found["key"].strip()
+            key, self._has_crlf = found["key"].strip(), found.groupdict().get("crlf") is not None
             if found.groupdict().get("opened", key) is None:
                 if key not in properties:
                     raise Refused
@@ -180,9 +182,11 @@ class ArgumentReader:
             if found["nested"] is not None:
                 depth, scan = depth + 1, mark + size
                 continue
-            end = (yield from self.match(ends.value, start)) or (yield from self.match(ends.value, mark))
+            end = yield from self._end_at((start, mark), (ends.value,) if depth else (ends.value, ends.doubled))
             if end is not None and end.groupdict().get("skipped") is not None:
                 depth = self._depth_before(end["key"], depth, others, is_text=is_text)
+            elif end is not None and end.re is ends.doubled:
+                depth = self._depth_behind_doubled(is_text=is_text)
             elif end is not None:
                 depth = yield from self._depth_behind(ends, end, depth, others)
             if depth < 0:
@@ -199,6 +203,14 @@ class ArgumentReader:
                 self.give(escaped(ends.inner[1]))
                 self.pos = scan = size
                 self.mend("quote in a text")
+
+    def _end_at(self, places: tuple[int, int], patterns: tuple[Any, ...]) -> Steps[Found]:
+        """The first match of one of the patterns at one of the places."""
+        for pattern in patterns:
+            for place in places:
+                if (found := (yield from self.match(pattern, place))) is not None:
+                    return found
+        return None
 
     def _next_mark(self, ends: Ends, scan: int, *, is_text: bool) -> Steps[Found]:
         """The next place where a value may end; a text before it is given out."""
@@ -217,6 +229,8 @@ class ArgumentReader:
 
     def _before_space(self, stop: int) -> int:
         """White space before an end tag may be of the format."""
+        if self._has_crlf and self.text.endswith("\r\n", self.pos, stop):
+            return stop - 2
         return stop - 1 if stop > self.pos and self.text[stop - 1].isspace() else stop
 
     def _give_text(self, stop: int) -> None:
@@ -230,6 +244,13 @@ class ArgumentReader:
         if is_text:
             raise Refused
         self.mend("end tag left out")
+        return -1
+
+    def _depth_behind_doubled(self, *, is_text: bool) -> int:
+        """As `_depth_behind`; a text may itself end with such a tag."""
+        if is_text:
+            raise Refused
+        self.mend("end tag doubled")
         return -1
 
     def _depth_behind(self, ends: Ends, end: Found, depth: int, others: Collection[str]) -> Steps[int]:
@@ -255,6 +276,8 @@ class ArgumentReader:
         while True:  # text follows a whole call: if another end comes, it is the call's
             later = ends.later.search(self.text, scan, partial=not self.is_over)
             if later is not None and not later.partial:
+                if later[0] == CUT:  # either the text or what follows it
+                    raise Refused
                 return -1 if later["again"] is None else max(depth - 1, 0)
             scan = len(self.text) if later is None else later.start()
             yield

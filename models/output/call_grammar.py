@@ -69,21 +69,26 @@ class CallGrammar:
     def forced(self, *, is_single: bool) -> list[str]:
         """The rule `calls` of one call, or of one and more, and those that it needs."""
         form = self._form
-        opened, closed = (
-            re.sub(r"<\|.*?\|>", "", text) if form.is_bare else text for text in (form.open, form.close)
-        )
-        again = form.gap + (opened if form.repeats_open else "") + self._before
+        again = form.gap + (form.open if form.repeats_open else "") + self._before
         more = "" if is_single else f"({self._spell(again)} function)*" if again else "function*"
-        outer = "" if form.repeats_open else self._spell(closed)
-        return [f"calls: {self._spell(opened + self._before)} function {more} {outer}", *self._rules]
+        outer = "" if form.repeats_open else self._spellings(form.close)
+        return [f"calls: {self._spellings(form.open, self._before)} function {more} {outer}", *self._rules]
 
     def lazy(self) -> list[str]:
         """The rule `start` of what stands behind the opener, up to the call's end, and those that it needs."""
         form = self._form
         head = form.open[len(form.open.rstrip()) :] + (self._before if form.open else "")
         again = form.gap + self._before
-        outer = "" if form.repeats_open else f"({self._spell(again)} function)* {self._spell(form.close)}"
+        outer = "" if form.repeats_open else f"({self._spell(again)} function)* {self._spellings(form.close)}"
         return [f"start: {self._spell(head)} function {outer}", *self._rules]
+
+    def _spellings(self, marker: str, behind: str = "") -> str:
+        """A marker in any spelling, and the text `behind`; without special tokens where calls come bare."""
+        if self._form.is_bare:
+            return self._spell(re.sub(r"<\|.*?\|>", "", marker) + behind)
+        behind = marker[len(marker.rstrip()) :] + behind
+        texts = [marker.rstrip(), *(alias for alias, text in self._form.aliases if text == marker)]
+        return f"({' | '.join(self._spell(text + behind) for text in texts)})"
 
     def opener(self) -> tuple[str, str]:
         """The text that opens calls, without white space at its end, and the letter that begins a call."""
@@ -166,7 +171,7 @@ class CallGrammar:
         others = "|".join([tag, _pattern(key), _pattern(self._end.strip())])
         # Two lexemes: masks are dear where one may go on behind what another excludes.
         line = r"\n" if end.endswith("\n") else ""
-        yield "text: BEFORE? (PIECE | other)* close+"
+        yield "text: BEFORE? (PIECE | other)* close"
         yield "other: close+ OTHER"
         yield f"close: TAG{' | LINE' if line else ''}"
         yield f"TAG: /{tag}/"

@@ -22,6 +22,7 @@ _WORD: Final = r"[\w.:/-]{1,256}"
 _FENCE: Final = r"(?:```\w*\s*)?"
 _SLACK: Final = r"\s*(?P<extra>[}\]])?\s*(?:```)?\s*[,;]?\s*"
 """One brace too many, a fence, a separator."""
+_LINE: Final = r"(?:\r?\n)?"
 _VALUE: Final = r"""(?:["'\[{(]|-?\d|[tT]rue|[fF]alse|null|None)"""
 
 
@@ -31,6 +32,12 @@ HARMONY_HEADER: Final = re.compile(rf"\s*(?:<\|start\|>|<\|channel\|>|to=)[^{OVE
 def loosely(text: str) -> str:
     """A pattern of `text`, with any white space where it has some."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
+
+
+def _end_tag(text: str) -> str:
+    """A pattern of what ends; models repeat names and attributes in end tags."""
+    pattern = loosely(text)
+    return f"{pattern[:-1]}(?:[= ][^<>\n]{{1,256}})?>" if text[:2] == "</" else pattern
 
 
 def either(*patterns: str) -> str:
@@ -56,21 +63,27 @@ class Ends:
         skipped: str = "",
         start: str = "",
         beside: str = "",
+        may_double: bool = False,
     ) -> None:
         """`more` goes on with arguments; `closers` stand before the call's end, and `beside` begins a call behind it.
 
         The tag may be left out before one of `letters`, before the call's end `missing`, and before an argument
         `skipped`, which begins with `start`.
         """
-        ends, close, another = rf"{closers}\s*(?:{form.ends}\s*)?", form.close, form.another
+        ends, close, another = rf"{closers}\s*(?:{form.ends}\s*){{0,2}}", form.close, form.another
         call_end = rf"{ends}{close}" if form.closes else rf"{closers}\s*{form.ends}"
+        if not form.is_opened:
+            call_end = rf"{closers}\s*(?:(?:{form.ends}\s*){{1,2}}(?:{close})?|{close})"
         over = rf"{ends}(?:{close}\s*)?(?:[{OVER}]|(?P<another>{either(another, beside)}))"
-        repaired = rf"|(?P<repair>\s?(?={missing}\s*(?:{END}|{another})))" if missing else ""
+        repaired = rf"|(?P<repair>(?:\r\n|\s)?(?={missing}\s*(?:{END}|{another})))" if missing else ""
         repaired += rf"|(?P<skipped>(?={skipped}))" if skipped else ""
         before = (form.ends, form.close, start) if missing else (f"[{letters}]",) if letters else ()
         self.value = re.compile(rf"{tag}(?:(?={more})|(?P<last>(?={call_end}|{over}))){repaired}")
+        bare = tag.removeprefix(_LINE)
+        self.doubled = re.compile(rf"{tag}{_LINE}{bare}(?={more}|{call_end}|{over})" if may_double else _NEVER)
+        """The end tag twice. Models write that; a text that ends with such a tag looks the same."""
         nested = _NEVER if tag.startswith(r"\]") else form.nested  # a call within CDATA has other end tags
-        self.mark = re.compile(rf"(?P<nested>{nested})|[{OVER}]|{either(tag.removeprefix(chr(92) + 'n?'), *before)}")
+        self.mark = re.compile(rf"(?P<nested>{nested})|[{OVER}]|{either(bare, *before)}")
         self.letters = frozenset(f"<]{OVER}{letters}")
         """One of these begins each mark."""
         self.call_end = re.compile(rf"{tag}{call_end}")
@@ -81,14 +94,15 @@ class Ends:
 class Patterns:
     """The patterns of one format."""
 
-    def __init__(self, form: CallFormat) -> None:
-        self.form, body = form, form.body
+    def __init__(self, form: CallFormat, *, is_opened: bool = True) -> None:
+        """`is_opened`: the calls' opener was there; without it calls may go without their closer."""
+        self.form, body, self.is_opened = form, form.body, is_opened or form.is_bare
         self.body: Any = body
         opens, self.closes = _spellings(form, form.open), _spellings(form, form.close)
         if form.is_bare and isinstance(body, Literal) and body.has_bare_keys:
             self.closes.append(rf"\](?=\s*[^\s<{OVER}])")
         self.close, self.open = either(*self.closes), re.compile(either(*opens))
-        self.ends = either("" if form.is_envelope else re.sub("^```", "(?:```)?", loosely(form.end.strip())))
+        self.ends = either("" if form.is_envelope else re.sub("^```", "(?:```)?", _end_tag(form.end.strip())))
         tag, head = re.escape(form.tag.removesuffix("functions.")), self._head
         is_literal = isinstance(form.body, Literal)
         is_listed = form.open[-1:] == "[" or (isinstance(body, Literal) and body.assign == "=")
@@ -101,9 +115,15 @@ class Patterns:
         """Begins another call behind one; begins one within a text, which has end tags of its own."""
         nexts = either(END, *opens, tag or (head if is_literal else ""))
         slack, close = (_SLACK if is_literal else r"\s*"), self.close if is_literal or self.closes else self.ends
-        ended = rf"(?:{self.ends}{slack})?" if is_literal or self.closes else ""
-        self.tail = re.compile(rf"{slack}{ended}(?:(?P<close>{close})|(?={nexts}))")
+        ended = rf"(?:{self.ends}{slack}){{0,2}}" if is_literal or self.closes else ""
+        alone = _NEVER if self.is_opened else rf"(?:{slack}{self.ends}){{1,2}}(?=\s*[^\s<{OVER}])"
+        self.tail = re.compile(rf"{slack}{ended}(?:(?P<close>{close})|(?={nexts}))|{alone}")
         self.without = re.compile(rf"\s*(?={either(END, *self.closes, self.ends)})")
+
+    @cached_property
+    def unopened(self) -> "Patterns":
+        """Of calls whose opener was left out."""
+        return Patterns(self.form, is_opened=False)
 
     @cached_property
     def _head(self) -> str:
@@ -138,12 +158,14 @@ class Patterns:
 
     @cached_property
     def key(self) -> Any:
-        return re.compile(self._key + (r"(?:\n|(?=[^\n]))" if self.body.key.endswith("\n") else ""))
+        return re.compile(
+            self._key + (r"(?:(?P<crlf>\r\n)|\n|(?=[^\r\n]|\r[^\n]))" if self.body.key.endswith("\n") else "")
+        )
 
     @cached_property
     def _value_tag(self) -> str:
-        line = r"\n?" if self.body.end.startswith("\n") else ""
-        return f"{line}{re.escape(self.body.end.strip())}"
+        line = _LINE if self.body.end.startswith("\n") else ""
+        return f"{line}{_end_tag(self.body.end.strip())}"
 
     @cached_property
     def value_ends(self) -> Ends:
@@ -152,7 +174,8 @@ class Patterns:
         is_certain = self.body.key.strip().count("<") > 1
         skipped = self._key if is_certain else rf"\n{self._key}" if "\n" in self.body.end else ""
         start = re.escape(self.body.key.partition("{}")[0]) if skipped else ""
-        return Ends(self, self._value_tag, self._key, missing=missing, skipped=skipped, start=start)
+        repairs = {"missing": missing, "skipped": skipped, "start": start}
+        return Ends(self, self._value_tag, self._key, **repairs, may_double=True)
 
     @cached_property
     def quoted_ends(self) -> Ends:

@@ -19,7 +19,7 @@ import regex as re
 from models.output.call_arguments import ArgumentReader, Refused, Steps
 from models.output.call_formats import CODER, FORMATS, GLM, HARMONY, HERMES, JSON, KIMI_K2, VARIANTS, CallFormat, Tags
 from models.output.call_patterns import CUT, END, HARMONY_HEADER, OVER, Patterns, patterns_of
-from models.output.call_values import json_text
+from models.output.call_values import json_text, properties_of
 from models.output.pieces import (
     MarkerSearch,
     OutputParser,
@@ -54,10 +54,12 @@ class CallReader(OutputParser):
         self._start = re.compile("|".join((*self._own.starts, f"[{OVER}]")))
         self._first_letters = frozenset((*(text[0] for text in call_format.openers), *OVER))
         self._space = self._line = ""
-        self._has_calls = self._is_open = self._is_known = False
+        self._has_calls = self._is_open = self._is_known = self._is_in_code = False
+        self._is_draft = in_thought
+        """The open call is one only if nothing but white space and fences of code follows."""
         self._ids, self._counts = set[str](), Counter[str]()
         self._ended: list[tuple[str, list[Piece]]] = []
-        """Calls at a thought's end so far, with their texts."""
+        """Drafts so far, with their texts."""
         self._steps = self._answer()
         next(self._steps)
 
@@ -83,9 +85,10 @@ class CallReader(OutputParser):
         return self._noted(pieces)
 
     def _say(self, text: str) -> None:
-        self._line = f"{self._line}{text}".rpartition("\n")[2]
+        *lines, self._line = f"{self._line}{text}".split("\n")
+        self._is_in_code ^= sum(bool(_FENCE_LINE.fullmatch(line)) for line in lines) % 2 == 1
         text = self._space + text
-        visible = text.rstrip()
+        visible = "" if self._ended and _FENCES.fullmatch(text) else text.rstrip()
         self._space = text[len(visible) :]
         if visible and not self._is_forced:
             drafts, self._ended = "".join(written for written, _ in self._ended), []
@@ -96,8 +99,8 @@ class CallReader(OutputParser):
     def _answer(self) -> Steps[None]:
         yield
         reader = self._reader
-        if self.call_format.is_bare and (yield from reader.match(_BARE_START)):
-            yield from self._group()
+        if self.call_format.is_bare and (start := (yield from reader.match(_BARE_START))):
+            yield from self._group(is_in_code="`" in start[0])
         while True:
             is_plain = self._first_letters.isdisjoint(reader.text)
             found = None if is_plain else self._start.search(reader.text, partial=not reader.is_over)
@@ -112,7 +115,7 @@ class CallReader(OutputParser):
                 self._say(reader.text[0])
                 reader.drop(1)
             else:
-                yield from self._group()
+                yield from self._group(is_in_code=self._is_in_code ^ bool(_FENCE_LINE.fullmatch(self._line)))
 
     def _end(self) -> None:
         pieces = self._reader.pieces
@@ -121,18 +124,20 @@ class CallReader(OutputParser):
             self._counts["repaired"] += len(self._ended)
         else:
             self._space = "".join(written for written, _ in self._ended) + self._space
-        if self._space and not self._has_calls and not self._is_forced:
+        if (self._space.strip() or not self._has_calls) and self._space and not self._is_forced:
             pieces.append(Text(self._space))
 
-    def _group(self) -> Steps[None]:
-        """Calls between one pair of markers, or without an opener."""
+    def _group(self, *, is_in_code: bool) -> Steps[None]:
+        """Calls between one pair of markers, or without an opener. In a block of code they may be an example."""
         reader, own = self._reader, self._own
+        self._is_draft = self._in_thought or is_in_code or bool(self._ended)
         reader.begin()
         try:
             is_opened = (yield from reader.take(own.open)) is not None
             if not is_opened and self.call_format.open and not self.call_format.is_bare:
                 reader.mend("opener left out")
             form = yield from self._find_form(is_opened=is_opened)
+            form = form if is_opened else form.unopened
             while True:
                 self._is_open = False
                 yield from self._call(form, is_opened=is_opened)
@@ -191,11 +196,27 @@ class CallReader(OutputParser):
             return
         if form.body == JSON and (yield from self._reader.take(_FENCE)) is not None:
             self._reader.mend("fence")
+        if form.body == JSON and (yield from self._unwrap(form, schema)):
+            return
         if form.body == JSON and (yield from self._reader.match(_QUOTE)) is not None:
             self._reader.mend("arguments as a text")
             yield from self._field_of_arguments(form)
         else:
             yield from self._reader.members(form, form.body, schema)
+
+    def _unwrap(self, form: Patterns, schema: Any) -> Steps[bool]:
+        """Reads a whole call that stands for its own arguments; raises Refused for another one."""
+        reader, found = self._reader, (yield from self._reader.match(_WRAPPED))
+        name = None if found is None else self._declared(found["name"])
+        if found is None or name is None or found["key"] in properties_of(schema):
+            return False
+        if reader.opening is None or name != reader.opening.name:
+            raise Refused
+        reader.pos = found.end()
+        reader.mend("a call as its own arguments")
+        yield from self._field_of_arguments(form)
+        yield from reader.need(_CLOSED)
+        return True
 
     def _envelope(self, form: Patterns, *, needs_arguments: bool) -> Steps[None]:
         """Reads a JSON object of name and arguments, in any order."""
@@ -257,7 +278,7 @@ class CallReader(OutputParser):
         """Returns the schema of the arguments. A call of a tool that is not declared is read too, and is text."""
         name, reader = self._declared(written), self._reader
         self._is_open, self._is_known = True, name is not None
-        reader.is_held = name is None or self._in_thought
+        reader.is_held = name is None or self._is_draft
         reader.opening = ToolCallStarted(self._call_id(call_id), name or "")
         if name is not None and name != written and not _USUAL.fullmatch(written):
             reader.mend("name")
@@ -276,10 +297,10 @@ class CallReader(OutputParser):
             reader.add("}")
             reader.give_out()
             reader.pieces.append(ToolCallEnded())
-            if self._in_thought:
+            if self._is_draft:
                 self._ended.append((self._space + reader.written, reader.pieces[start:]))
                 del reader.pieces[start:]
-            self._has_calls, self._space = not self._in_thought, ""
+            self._has_calls, self._space = self._has_calls or not self._is_draft, ""
             self._count("repaired" if reader.repairs else "read")
         else:
             self._count("refused")
@@ -288,8 +309,8 @@ class CallReader(OutputParser):
         self._is_open = False
 
     def _count(self, outcome: str) -> None:
-        if self._in_thought:
-            return  # a draft
+        if self._is_draft:
+            return
         self._counts[outcome] += 1
         if outcome != "read":
             logger.debug("a call in the format %s: %s %s", self.call_format.name, outcome, self._reader.repairs)
@@ -440,6 +461,11 @@ _BRACE: Final = re.compile(r"\s*\{")
 _CLOSED: Final = re.compile(r"\s*,?\s*\}")
 _FENCE: Final = re.compile(r"\s*```\w*\s*(?=\{)")
 _QUOTE: Final = re.compile(r'\s*"')
+_WRAPPED: Final = re.compile(
+    rf'\s*\{{\s*"name"\s*:\s*"(?P<name>[^"\\{OVER}]{{1,256}})"\s*,\s*"(?P<key>arguments|parameters)"\s*:'
+)
+_FENCE_LINE: Final = re.compile(r"\s*```[^`]*")
+_FENCES: Final = re.compile(r"\s*(?:```\w*\s+)*(?:`{1,3}\w*)?")
 _NULL: Final = re.compile(r"\s*null(?=\s*[,}])")
 _FIELD: Final = re.compile(r"""\s*,?\s*(?P<quote>["'])(?P<key>\w+)(?P=quote)\s*:""")
 _STRING: Final = re.compile(rf"""\s*(?:"(?:[^"\\{OVER}]|\\[^{OVER}])*"|'(?P<word>[\w.:-]+)')""")

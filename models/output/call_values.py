@@ -31,9 +31,11 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
 
 
 def is_closed(schema: Any) -> bool:
-    """Whether an object has only the members that it declares, as far as the schema says."""
+    """Whether a schema says that an object has only the members that it declares."""
     return (
-        bool(properties_of(schema)) and not schema.get("additionalProperties") and "patternProperties" not in schema
+        isinstance(schema, Mapping)
+        and schema.get("additionalProperties") is False
+        and "patternProperties" not in schema
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.inference.grammar import GrammarCompiler
-from models.output.call_formats import FORMATS, HARMONY, CallFormat, Tags
+from models.output.call_formats import DSML, FORMATS, HARMONY, KIMI_K2, MINIMAX, CallFormat, Tags
 from models.output.call_grammar import ANY_OBJECT, BoundTool, CallGrammar
 from models.output.call_reader import CallReader
 from models.output.call_values import types_of
@@ -100,6 +100,17 @@ def test_what_a_template_writes_is_allowed_in_any_order_of_arguments(form: CallF
         for one in [shuffled] if not form.repeats_open else [[call] for call in shuffled]:
             if not form.is_bare:
                 assert refused(form, written(form, one)[len(opener_of(form)) :], is_lazy=True) is None
+
+
+@pytest.mark.parametrize("form", [DSML, MINIMAX, KIMI_K2], ids=lambda form: form.name)
+def test_calls_between_other_spellings_of_the_markers_are_bound_too(form: CallFormat) -> None:
+    """DeepSeek V4 writes `tool_calls` where V3.2 wrote `function_calls`."""
+    half = len(form.aliases) // 2
+    for (opener, _), (closer, _) in zip(form.aliases[:half], form.aliases[half:], strict=True):
+        whole = written(form, CALLS).replace(form.open.strip(), opener).replace(form.close.strip(), closer)
+        assert refused(form, whole, is_lazy=False) is None
+        assert refused(form, whole[len(opener) :], is_lazy=True) is None
+        assert refused(form, whole.replace("get_weather", "drop"), is_lazy=False) is not None
 
 
 @pytest.mark.parametrize("form", BOUND, ids=lambda form: form.name)

@@ -71,12 +71,13 @@ SCHEMAS: Final[Mapping[str, Any]] = {
 }
 
 
-def tools_of(schemas: Mapping[str, Any]) -> list[dict[str, Any]]:
-    described = ((name, {"type": "object", "properties": properties}) for name, properties in schemas.items())
+def tools_of(schemas: Mapping[str, Any], **keywords: Any) -> list[dict[str, Any]]:
+    described = ((name, {"type": "object", "properties": one, **keywords}) for name, one in schemas.items())
     return [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in described]
 
 
 TOOLS: Final = tools_of(SCHEMAS)
+CLOSED: Final = tools_of(SCHEMAS, additionalProperties=False)
 THINK: Final = ReasoningFormat("<think>", "</think>")
 NAMES: Final = {
     "coder": CODER,
@@ -536,6 +537,47 @@ def test_a_quote_that_may_end_a_text_or_not_merges_no_arguments() -> None:
     assert read(LFM2, text)[0][:2] == ("cut", "log_event")
 
 
+DOUBLED: Final = [
+    (CODER, PARIS, "\n</parameter>\n", 1),
+    (GLM, PARIS, "</arg_value>\n", 1),
+    (MINIMAX, ROME, "</parameter>\n", 1),
+    (KIMI_K3, PARIS, "<|close|>argument<|sep|>", 1),
+]
+
+
+@pytest.mark.parametrize(("call_format", "call", "end", "count"), DOUBLED)
+def test_a_text_whose_end_tag_is_doubled_may_hold_one_and_is_no_call(
+    call_format: CallFormat, call: Any, end: str, count: int
+) -> None:
+    text = replaced(written(call_format, [call]), end, end.rstrip() + end, count)
+    found = read(call_format, text)
+    assert found[0] == ("cut", "get_weather", found[0][2]) and found[0][2].startswith('{"city": "')
+    assert not any(part[0] == "get_weather" for part in found)
+
+
+def test_an_argument_that_a_closed_schema_has_not_is_of_the_text_before() -> None:
+    text = written(CODER, [("get_weather", {"city": "Paris", "unit": "c"})])
+    assert meaning(pieces_of(parser_of(CODER, TOOLS), [text])) == [("get_weather", {"city": "Paris", "unit": "c"})]
+    assert meaning(pieces_of(parser_of(CODER, CLOSED), [text]))[0] == ("cut", "get_weather", '{"city": "Paris')
+
+
+def test_an_answer_cut_off_behind_what_may_be_a_calls_end_makes_no_call() -> None:
+    for text in (f"{written(CODER, [ROME])} or so", f"{written(CODER, [ROME])}\n\nand"):
+        assert read(CODER, text)[0] == ROME
+        assert read(CODER, text, is_complete=False)[0][:2] == ("cut", "get_weather")
+
+
+def test_a_tool_may_have_arguments_of_the_names_that_calls_have() -> None:
+    tools = tools_of({"run": {"name": STRING, "arguments": OBJECT}})
+    calls = [("run", {"name": "run", "arguments": {"a": 1}})]
+    for call_format in (HARMONY, MISTRAL, KIMI_K2):
+        assert meaning(pieces_of(parser_of(call_format, tools), [written(call_format, calls)])) == calls
+
+
+def test_what_stands_around_a_call_in_a_block_of_code_is_not_lost() -> None:
+    assert read(HERMES, f"{CALL}\nAgain:\n```\n{CALL}\n```\n") == [ZURICH, "\nAgain:\n```", ZURICH, "\n```\n"]
+
+
 def test_a_call_that_breaks_stays_in_part_and_what_follows_is_text() -> None:
     for broken, part, rest in (
         ('{"name": "read", "arguments": {"path": "a", oops}}', '{"path": "a', " oops}}</tool_call> so"),
@@ -601,8 +643,8 @@ def test_every_call_that_is_written_is_read_back_or_is_text(
     call_format: CallFormat, calls: list[Any], cuts: list[int]
 ) -> None:
     text = written(call_format, calls)
-    pieces = pieces_of(parser_of(call_format, TOOLS), cuts_of(text, cuts))
-    assert pieces == pieces_of(parser_of(call_format, TOOLS), [text])
+    pieces = pieces_of(parser_of(call_format, CLOSED), cuts_of(text, cuts))
+    assert pieces == pieces_of(parser_of(call_format, CLOSED), [text])
     if call_format is GEMMA4:  # its quotes within a text are read as plain ones
         calls = json.loads(json.dumps(calls).replace('<|\\"|>', '\\"'))
     found = [part for part in meaning(pieces) if isinstance(part, tuple) and part[0] != "cut"]
