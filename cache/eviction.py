@@ -142,7 +142,7 @@ class Queue:
     def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[int]:
         """Removes outdated candidates, a heap a step; yields how many it held. Other calls may come between."""
         for heap in list(self._heaps):
-            if any(heap is held for held in self._heaps):
+            if any(heap is own for own in self._heaps):
                 num_held = len(heap.entries)
                 heap.entries = [entry for entry in heap.entries if is_current(entry[-1])]
                 heapq.heapify(heap.entries)
@@ -265,7 +265,7 @@ class FairQueue:
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
         """Removes outdated candidates among the next `num_candidates` or a few more; repeated calls reach all."""
         queues = list(self._queues.values())
-        for sweeping in (self._sweeping, itertools.chain.from_iterable(one.sweep(is_current) for one in queues)):
+        for sweeping in (self._sweeping, itertools.chain.from_iterable(queue.sweep(is_current) for queue in queues)):
             self._sweeping = sweeping
             while num_candidates > 0 and (num_seen := next(sweeping, None)) is not None:
                 num_candidates -= num_seen
@@ -383,20 +383,20 @@ class EvictionOrder:
         pending = self._find_stale()
         for node in nodes:
             if _is_candidate(node) and node not in pending:
-                held, fresh = self._latest.get(node), self.value(node)
-                assert held is not None or fresh.num_bytes <= 0, f"{node} could be evicted and is not in the order"
-                is_lower = held is None or fresh.num_bytes <= 0 or held.weight <= fresh.weight
-                assert is_lower and (held is None or held.last_used <= fresh.last_used), f"{held}, by now {fresh}"
+                last, fresh = self._latest.get(node), self.value(node)
+                assert last is not None or fresh.num_bytes <= 0, f"{node} could be evicted and is not in the order"
+                is_lower = last is None or fresh.num_bytes <= 0 or last.weight <= fresh.weight
+                assert is_lower and (last is None or last.last_used <= fresh.last_used), f"{last}, by now {fresh}"
 
     def _find_stale(self) -> dict[Node, None]:
         """Changed nodes, and nodes whose value the changes may have lowered."""
-        found, seen = dict(self._changed), set[Node]()
+        stale, seen = dict(self._changed), set[Node]()
         for node in self._changed:
             end = self._leaf_counting(node)
             if end is not None:
-                found[end] = None
-            found.update(dict.fromkeys(self._affected_above(node, seen)))
-        return found
+                stale[end] = None
+            stale.update(dict.fromkeys(self._affected_above(node, seen)))
+        return stale
 
     def _leaf_counting(self, node: Node) -> Node | None:
         """The only leaf below, if any, whose value may count the node's bytes."""
@@ -443,8 +443,8 @@ class EvictionOrder:
         if len(self._ends) > max_sessions:
             self._ends = {session: node for session, node in self._ends.items() if node.parent is not None}
         if len(self._current) > max_sessions:
-            held = ((key, [node for node in ends if node.parent is not None]) for key, ends in self._current.items())
-            self._current = {session: dict.fromkeys(ends) for session, ends in held if ends}
+            bound = ((key, [node for node in ends if node.parent is not None]) for key, ends in self._current.items())
+            self._current = {session: dict.fromkeys(ends) for session, ends in bound if ends}
 
     # -- values
 

@@ -91,7 +91,7 @@ class _Chains:
         """
         tokens, own_tokens = self.tokens, own.tokens
         limit = min(LONGEST_COMPARED, own.stop - 1)
-        found = None
+        best = None
         for _ in range(CHAIN_DEPTH):
             if place == _NOWHERE or longest == limit:
                 break
@@ -100,9 +100,9 @@ class _Chains:
                 while length < limit and tokens[place - length] == own_tokens[-1 - length]:
                     length += 1
                 if length > longest and accepts(place):
-                    found, longest = (place, length), length
+                    best, longest = (place, length), length
             place = self.before[place]
-        return found
+        return best
 
     def _split_chains(self) -> None:
         """Doubles the table; both halves of a chain go on as the whole."""
@@ -247,8 +247,8 @@ class History:
         """As `_Chains.find`, with the text in which the place is."""
         chains, namespace = self.chains, own.namespace
         newest = chains.newest[own.hashed >> chains.shift]
-        found = chains.find(newest, own, longest, lambda place: self._text_at(place).namespace == namespace)
-        return None if found is None else (self._text_at(found[0]), *found)
+        hit = chains.find(newest, own, longest, lambda place: self._text_at(place).namespace == namespace)
+        return None if hit is None else (self._text_at(hit[0]), *hit)
 
     def _read_stored(self, namespace: str) -> None:
         if self._stored is not None and namespace in self._unread:
@@ -333,9 +333,9 @@ class HistoryFollower:
         if inside is not None:
             place, self._length = inside
             self._text, self._tokens, self._next = own, own.tokens, place + 1
-        found = self._history.find(own, max(self._length, shortest))
-        if found is not None:
-            self._text, place, self._length = found
+        match = self._history.find(own, max(self._length, shortest))
+        if match is not None:
+            self._text, place, self._length = match
             self._tokens, self._next = self._history.chains.tokens, place + 1
 
 

@@ -246,8 +246,8 @@ class Lease:
         nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None and node.last_used}
         nodes[slot.tip.stop] = slot.tip
         points = [snapshots.KeptPoint(node.stop, node.kind, is_branch=False) for node in nodes.values()]
-        found = [nodes[offset] for offset in snapshots.superseded(points, slot.landing)]
-        marked = [(node, node.last_used) for node in found if node.last_used and not node.is_explicit]
+        superseded = [nodes[offset] for offset in snapshots.superseded(points, slot.landing)]
+        marked = [(node, node.last_used) for node in superseded if node.last_used and not node.is_explicit]
         for node, _ in marked:
             node.last_used = 0
             self._memory.order.changed(node)

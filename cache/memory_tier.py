@@ -57,12 +57,12 @@ class MemoryTier:
 
         Beyond `MAX_NAMESPACES`, the least recently used lose all unpinned state.
         """
-        found = self.tries.pop(namespace, None)
-        if found is None:
+        trie = self.tries.pop(namespace, None)
+        if trie is None:
             self._forget_idle(set(in_use))
-            found = PrefixTrie(self.ledger.store, namespace, self.order.changed, self.order.snapped)
-        self.tries[namespace] = found
-        return found
+            trie = PrefixTrie(self.ledger.store, namespace, self.order.changed, self.order.snapped)
+        self.tries[namespace] = trie
+        return trie
 
     def _forget_idle(self, in_use: set[str]) -> None:
         is_full = len(self.tries) >= MAX_NAMESPACES
@@ -317,8 +317,8 @@ class Pins:
 
     def explicit(self, *, but: PinName | None = None) -> set[Node]:
         """Nodes with explicit pins other than `but`."""
-        held = (nodes for name, (nodes, _) in self._pins.items() if not name.is_soft and name != but)
-        return {node for nodes in held for node in nodes if node.parent is not None}
+        pinned = (nodes for name, (nodes, _) in self._pins.items() if not name.is_soft and name != but)
+        return {node for nodes in pinned for node in nodes if node.parent is not None}
 
 
 def path_nodes(nodes: Iterable[Node]) -> set[Node]:

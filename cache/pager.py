@@ -204,7 +204,7 @@ class Pager:
         shared = head or self._new_head(slot.namespace)
         try:
             self.layout.split_at_head(self._separated(slot), shared.caches, tip.stop)
-            held_bytes = {one.index: self.live_bytes(one) for one in (shared, slot)}
+            held_bytes = {sharer.index: self.live_bytes(sharer) for sharer in (shared, slot)}
         except Exception:
             self.give_up(slot, slot.tip.path())
             raise
@@ -310,8 +310,8 @@ class Pager:
         tokens = np.concatenate([np.empty(0, np.int32), *(node.tokens for node in slot.tip.path())])
         assert np.array_equal(tokens, slot.log.view(0, len(tokens))), f"slot {slot.index} left its path"
         assert slot.is_leased or slot.offset == len(tokens), f"slot {slot.index} is idle ahead of the trie"
-        held = set() if slot.is_leased or slot.is_cut else self.layout.offsets(slot.caches)
-        assert held <= {slot.offset}, f"slot {slot.index} holds {held} tokens, its log {slot.offset}"
+        offsets = set() if slot.is_leased or slot.is_cut else self.layout.offsets(slot.caches)
+        assert offsets <= {slot.offset}, f"slot {slot.index} holds {offsets} tokens, its log {slot.offset}"
         assert slot.is_cut == (slot in self.heads), f"slot {slot.index} was cut and not restored"
         root = self.trie(slot.namespace).root
         assert slot.tip is root or (slot.tip.parent is not None and slot.tip.num_slots >= 1)

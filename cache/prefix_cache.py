@@ -63,12 +63,12 @@ class PrefixCache:
             return None
         self.memory.clock.begin(request.namespace, request.session_id, is_background=request.is_background)
         self.pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
-        found, is_promoted = self._promote(request.lookup, is_background=request.is_background)
-        slot = choose_slot(self.slots, found, request.namespace, request.session_id)
-        found = self._leave_end(request, found)
+        result, is_promoted = self._promote(request.lookup, is_background=request.is_background)
+        slot = choose_slot(self.slots, result, request.namespace, request.session_id)
+        result = self._leave_end(request, result)
         slot.is_background = request.is_background
         capacity = self._capacity(request)
-        left = self._free_memory(request, slot, found, capacity)
+        left = self._free_memory(request, slot, result, capacity)
         if left is None:
             return None
         shared = left.shared[slot.index]
@@ -79,15 +79,15 @@ class PrefixCache:
         self.reclaimer.reserve(slot, capacity, needed=len(request.tokens))
         is_live = max(shared, slot.origin) >= slot.offset
         tier = Tier.DISK if is_promoted else Tier.LIVE if is_live else Tier.MEMORY
-        points = self._plan(request, slot.offset, found.match.length) if request.lookup.reuse else ()
+        points = self._plan(request, slot.offset, result.match.length) if request.lookup.reuse else ()
         kind = Lease if request.lookup.reuse else PrivateLease
-        return kind(self.reclaimer, slot, request, found.match.length, points, tier if slot.offset else None)
+        return kind(self.reclaimer, slot, request, result.match.length, points, tier if slot.offset else None)
 
     def peek(self, lookup: Lookup) -> int:
         """How many tokens of a prompt are restorable now. Changes nothing."""
-        found = self._find_in_memory(lookup)
-        disk_match = self._find_on_disk(lookup, found)
-        return found.restorable if disk_match is None else disk_match.offset
+        result = self._find_in_memory(lookup)
+        disk_match = self._find_on_disk(lookup, result)
+        return result.restorable if disk_match is None else disk_match.offset
 
     def prefetch(self, lookup: Lookup) -> Prefetch | None:
         """Begins to read from disk what `begin` would wait for."""
@@ -107,37 +107,37 @@ class PrefixCache:
         """How much of a prompt memory can restore."""
         return look_up(lookup.match(self.memory.find_trie(lookup.namespace)), self.slots, self.layout)
 
-    def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> DiskMatch | None:
+    def _find_on_disk(self, lookup: Lookup, result: LookupResult) -> DiskMatch | None:
         if self.memory.disk is None:
             return None
-        where = lookup.namespace, lookup.tokens, found.match
-        return self.memory.disk.find(*where, restorable=found.restorable, bounded=lookup.bounded)
+        where = lookup.namespace, lookup.tokens, result.match
+        return self.memory.disk.find(*where, restorable=result.restorable, bounded=lookup.bounded)
 
     def _promote(self, lookup: Lookup, *, is_background: bool) -> tuple[LookupResult, bool]:
         """Reads what disk adds to a prompt, if memory can be freed: what memory then holds; whether it was read."""
-        found, ledger = self._find_in_memory(lookup), self.ledger
+        result, ledger = self._find_in_memory(lookup), self.ledger
         for _ in range(MAX_READS):
-            disk, disk_match = self.memory.disk, self._find_on_disk(lookup, found)
+            disk, disk_match = self.memory.disk, self._find_on_disk(lookup, result)
             if disk is None or disk_match is None or disk_match.num_bytes > ledger.budget_bytes:
                 break
             # Freeing memory may write to disk, and a write may evict files. Recording the use now protects the files.
             disk.tier.touch(disk_match.place, disk_match.offset)
             excess = ledger.excess_bytes(disk_match.num_bytes)
-            missing = self.reclaimer.free(excess, protected=found.path, is_background=is_background)
+            missing = self.reclaimer.free(excess, protected=result.path, is_background=is_background)
             # The match may be lost with a running sequence.
-            is_read = missing <= 0 and not found.match.is_gone and self._try_read(disk, lookup, disk_match, found)
-            found = self._find_in_memory(lookup)
+            is_read = missing <= 0 and not result.match.is_gone and self._try_read(disk, lookup, disk_match, result)
+            result = self._find_in_memory(lookup)
             if is_read or missing > 0:
-                return found, is_read
-        return found, False
+                return result, is_read
+        return result, False
 
-    def _try_read(self, disk: DiskConnector, lookup: Lookup, match: DiskMatch, found: LookupResult) -> bool:
+    def _try_read(self, disk: DiskConnector, lookup: Lookup, match: DiskMatch, result: LookupResult) -> bool:
         """False for a faulty file, which is no longer found, but others may be."""
         try:
             segment, snapshot = disk.load(match)
         except DiskFault:
             return False
-        num_tokens = match.offset - found.restorable
+        num_tokens = match.offset - result.restorable
         self.journal.record(Happening.READ, lookup.namespace, tokens=num_tokens, bytes=match.num_bytes)
         trie, tokens = self.pager.trie(lookup.namespace), lookup.tokens[: match.offset]
         first = segment.start if segment is not None else match.offset
@@ -153,13 +153,13 @@ class PrefixCache:
         self.memory.used(tip)
         return True
 
-    def _leave_end(self, request: CacheRequest, found: LookupResult) -> LookupResult:
+    def _leave_end(self, request: CacheRequest, result: LookupResult) -> LookupResult:
         """Has the session end where the prompt leaves it: the rest is evicted first. Returns `found` anew."""
         end = self.memory.order.end_of(request.namespace, request.session_id)
-        if end is None or not found.stored or (end in found.path and end.stop <= found.match.length):
-            return found
+        if end is None or not result.stored or (end in result.path and end.stop <= result.match.length):
+            return result
         trie = self.pager.trie(request.namespace)
-        tip = self.pager.land(trie, found.path, found.stored)
+        tip = self.pager.land(trie, result.path, result.stored)
         tip.session_id = request.session_id
         self.memory.ended(tip)
         return self._find_in_memory(request.lookup)
@@ -175,29 +175,29 @@ class PrefixCache:
         return max(num_tokens, self.layout.tokens_without(excess, wanted))
 
     def _free_memory(
-        self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int
+        self, request: CacheRequest, slot: Slot, result: LookupResult, capacity: int
     ) -> LookupResult | None:
         """Shares a head where that pays, and frees memory: what memory still holds; None if the request must wait."""
-        if self.reclaimer.invite(slot, found, capacity):
-            found = self._find_in_memory(request.lookup)
-        offset = found.restorable_in(slot)
-        if self.reclaimer.excess_for(slot, found.path, offset, capacity) <= 0:
-            return found
+        if self.reclaimer.invite(slot, result, capacity):
+            result = self._find_in_memory(request.lookup)
+        offset = result.restorable_in(slot)
+        if self.reclaimer.excess_for(slot, result.path, offset, capacity) <= 0:
+            return result
         is_shared = self.ledger.slot_bytes(ASIDE) > 0 or any(other.is_leased for other in self.slots)
-        missing = self.reclaimer.free_for(slot, found.path, offset, capacity, or_nothing=is_shared)
+        missing = self.reclaimer.free_for(slot, result.path, offset, capacity, or_nothing=is_shared)
         if missing > 0 and is_shared:
             return None
-        if missing > 0 and not path_nodes(self.reclaimer.pins.explicit()) <= set(found.path):
+        if missing > 0 and not path_nodes(self.reclaimer.pins.explicit()) <= set(result.path):
             raise PinnedFull(missing)
         return self._find_in_memory(request.lookup)  # state may have been evicted, or lost with a running sequence
 
-    def _restore(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> None:
-        offset, trie = found.restorable_in(slot), self.pager.trie(request.namespace)
-        if slot.namespace == trie.namespace and is_in_place(slot, found.path, offset):
+    def _restore(self, request: CacheRequest, slot: Slot, result: LookupResult, capacity: int) -> None:
+        offset, trie = result.restorable_in(slot), self.pager.trie(request.namespace)
+        if slot.namespace == trie.namespace and is_in_place(slot, result.path, offset):
             self.pager.keep_tip(slot)
             self.pager.enter(slot, trie)
         else:
-            self._page_in(slot, request, found.path, offset, found.shared[slot.index], capacity)
+            self._page_in(slot, request, result.path, offset, result.shared[slot.index], capacity)
         for node in slot.tip.path():
             node.num_uses += 1
         self.memory.used(slot.tip)
@@ -272,7 +272,7 @@ class PrefixCache:
         """Evicts what no request holds down to `max_bytes`, with 0 history too; returns whether there was more."""
         if not max_bytes:
             self.history.forget()
-        running = {one for slot in self.slots if slot.is_leased for one in (slot, slot.head) if one is not None}
+        running = {live for slot in self.slots if slot.is_leased for live in (slot, slot.head) if live is not None}
         running_bytes = sum(self.ledger.slot_bytes(slot.index) for slot in running)
         running_bytes += self.ledger.slot_bytes(ASIDE) + self.ledger.slot_bytes(PADDING)
         idle_bytes = self.ledger.charged_bytes - running_bytes

@@ -178,23 +178,23 @@ class Reclaimer:
         fitting = [head for head in self.pager.heads if head.offset <= offset and head.tip in path]
         return slot.head if slot.head in fitting else max(fitting, key=lambda head: head.offset, default=None)
 
-    def invite(self, slot: Slot, found: LookupResult, num_tokens: int) -> bool:
+    def invite(self, slot: Slot, result: LookupResult, num_tokens: int) -> bool:
         """Makes a head of what running sequences share with a request for `num_tokens` in `slot`, if that saves most.
 
         Returns whether it did; then `found` is no longer valid.
         """
-        offset = found.restorable_in(slot)
-        least = self._least_tokens(is_short=self.excess_for(slot, found.path, offset, num_tokens) > 0)
-        if least == math.inf or is_in_place(slot, found.path, offset):
+        offset = result.restorable_in(slot)
+        least = self._least_tokens(is_short=self.excess_for(slot, result.path, offset, num_tokens) > 0)
+        if least == math.inf or is_in_place(slot, result.path, offset):
             return False
-        shared = [min(found.shared[other.index], offset) for other in self._loose(None)]
+        shared = [min(result.shared[other.index], offset) for other in self._loose(None)]
         saved = {num: num * sum(other >= num for other in shared) for num in shared if num >= least}
-        head = self.head_of(slot, found.path, offset)
+        head = self.head_of(slot, result.path, offset)
         if not saved or (head is not None and head.offset >= max(saved.values())):
             return False
         length = max(saved, key=lambda num: (saved[num], num))
-        source = next(other for other in self._loose(None) if found.shared[other.index] >= length)
-        self._share(self.pager.land(self.pager.trie(source.namespace), found.path, length), None)
+        source = next(other for other in self._loose(None) if result.shared[other.index] >= length)
+        self._share(self.pager.land(self.pager.trie(source.namespace), result.path, length), None)
         return True
 
     def gather(self, *, is_short: bool, target_bytes: float = -1, also: Slot | None = None) -> None:

@@ -194,7 +194,7 @@ def _continued(slot: Slot, shared: int) -> int:
     return shared if shared == slot.offset else 0
 
 
-def choose_slot(slots: Iterable[Slot], found: LookupResult, namespace: str, session_id: str | None) -> Slot:
+def choose_slot(slots: Iterable[Slot], result: LookupResult, namespace: str, session_id: str | None) -> Slot:
     """The slot for a request; one must be idle.
 
     First the one that the request continues, unless the trie restores deeper; then the conversation's own; then an
@@ -202,8 +202,8 @@ def choose_slot(slots: Iterable[Slot], found: LookupResult, namespace: str, sess
     """
     idle = [slot for slot in slots if not slot.is_leased]
     session = None if session_id is None else (namespace, session_id)
-    shared, own = found.shared, {slot.index: (slot.namespace, slot.session_id) == session for slot in idle}
-    continued = [slot for slot in idle if max(found.stored, 1) <= _continued(slot, shared[slot.index])]
+    shared, own = result.shared, {slot.index: (slot.namespace, slot.session_id) == session for slot in idle}
+    continued = [slot for slot in idle if max(result.stored, 1) <= _continued(slot, shared[slot.index])]
     rewound = [slot for slot in idle if _rewinds(slot, shared[slot.index], is_own=own[slot.index])]
     if continued:
         return max(continued, key=lambda slot: (slot.offset, own[slot.index], slot.last_used))

@@ -46,30 +46,30 @@ def has_whole_snapshot(layout: LayerKinds, node: Node) -> bool:
 
 def first_row(layout: LayerKinds, node: Node | None, offset: int) -> int:
     """From where on window rows are held without a gap up to `offset`."""
-    held = rows_before(layout, node, offset)
-    return held[-1][1].start if held else offset
+    kept = rows_before(layout, node, offset)
+    return kept[-1][1].start if kept else offset
 
 
 def rows_before(layout: LayerKinds, node: Node | None, offset: int) -> "list[tuple[Node, Segment]]":
     """Nodes from `node` up that hold the window rows before `offset`, and these; ends at a gap."""
     first = max(0, offset - layout.window)
-    found: list[tuple[Node, Segment]] = []
+    holders: list[tuple[Node, Segment]] = []
     while node is not None and first < offset <= node.stop:
         rows = _window(node)
         if rows is not None and rows.start < offset:
-            found.append((node, rows))
+            holders.append((node, rows))
             offset = rows.start
         node = node.parent
-    return found
+    return holders
 
 
 def window_rows(layout: LayerKinds, node: Node | None, offset: int) -> "list[Segment]":
     """Adjoining segments of window rows before `offset`, as held from `node` up."""
-    held: list[Segment] = []
+    segments: list[Segment] = []
     for _, rows in rows_before(layout, node, offset):
-        held.append(rows.split(offset)[0] if offset < rows.stop else rows)
+        segments.append(rows.split(offset)[0] if offset < rows.stop else rows)
         offset = rows.start
-    return held[::-1]
+    return segments[::-1]
 
 
 def has_shared_rows(layout: LayerKinds, node: Node) -> bool:

@@ -416,6 +416,6 @@ class PrefixTrie(TokenTrie[Node]):
 
     def _count(self, before: Holding, *after: Holding) -> None:
         """Of a node before a change, and of what it is now: nothing, the node, or its halves."""
-        held = self.held
-        self.held = Holding(*(one - old + sum(new) for one, old, *new in zip(held, before, *after, strict=True)))
-        self._count_bytes(self.held.num_bytes - held.num_bytes)
+        last = self.held
+        self.held = Holding(*(total - old + sum(new) for total, old, *new in zip(last, before, *after, strict=True)))
+        self._count_bytes(self.held.num_bytes - last.num_bytes)

@@ -132,7 +132,7 @@ def view(cache: PrefixCache, namespace: str, max_nodes: int) -> CacheView:
 
 def view_edge(cache: PrefixCache, namespace: str, number: int, max_tokens: int) -> EdgeDetail | None:
     """One edge in memory, with at most `max_tokens`; None if gone."""
-    node = next((one for one in cache.memory.find_trie(namespace).nodes() if one.number == number), None)
+    node = next((edge for edge in cache.memory.find_trie(namespace).nodes() if edge.number == number), None)
     if node is None:
         return None
     return EdgeDetail(node.start, node.stop, node.tokens[:max_tokens].copy(), node.num_uses, _sessions_below(node))
@@ -142,8 +142,8 @@ def view_namespaces(cache: PrefixCache) -> list[NamespaceView]:
     """Sums of each namespace, the most bytes first."""
     files = _files_of(cache)
     views = [_sums(cache, files, name) for name in {*cache.memory.tries, *files.namespaces()}]
-    held = [one for one in views if one.num_nodes or one.num_disk_nodes]
-    return sorted(held, key=lambda one: (-one.state.in_memory - one.state.disk, one.namespace))
+    used = [view for view in views if view.num_nodes or view.num_disk_nodes]
+    return sorted(used, key=lambda view: (-view.state.in_memory - view.state.disk, view.namespace))
 
 
 def _files_of(cache: PrefixCache) -> DiskTree:
@@ -156,9 +156,9 @@ def _files_of(cache: PrefixCache) -> DiskTree:
 def _sums(cache: PrefixCache, files: DiskTree, namespace: str) -> NamespaceView:
     trie, on_disk = cache.memory.find_trie(namespace), files.find_trie(namespace)
     live = sum(cache.pager.live_bytes(slot) for slot in cache.pager.all_live if slot.namespace == namespace)
-    held = trie.held
-    state = StateBytes(held.span_bytes, held.window_bytes, held.recurrent_bytes, live, on_disk.num_bytes)
-    return NamespaceView(namespace, trie.num_nodes, held.num_tokens, on_disk.num_nodes, state)
+    holding = trie.held
+    state = StateBytes(holding.span_bytes, holding.window_bytes, holding.recurrent_bytes, live, on_disk.num_bytes)
+    return NamespaceView(namespace, trie.num_nodes, holding.num_tokens, on_disk.num_nodes, state)
 
 
 def _find_shared(trie: PrefixTrie, edges: Iterable[DiskNode]) -> tuple[dict[DiskNode, Place[Node]], dict[Node, int]]:
@@ -175,12 +175,12 @@ def _find_shared(trie: PrefixTrie, edges: Iterable[DiskNode]) -> tuple[dict[Disk
 
 def _in_order(trie: PrefixTrie, max_nodes: int) -> list[Node]:
     """Parents first, among siblings the last used."""
-    found, stack = list[Node](), [trie.root]
-    while stack and len(found) <= max_nodes:
-        found.append(stack.pop())
-        children = reversed(found[-1].children.values())
+    nodes, stack = list[Node](), [trie.root]
+    while stack and len(nodes) <= max_nodes:
+        nodes.append(stack.pop())
+        children = reversed(nodes[-1].children.values())
         stack += heapq.nlargest(max_nodes, children, key=lambda child: child.last_used)[::-1]
-    return found[1:]
+    return nodes[1:]
 
 
 def _edge(node: TokenNode) -> tuple[int, int | None, int, int, TokenArray]:

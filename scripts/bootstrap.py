@@ -163,9 +163,9 @@ def find_system_problem(system: str, version: str) -> "str | None":
     if tuple(int(part) for part in version.split(".") if part.isdigit()) >= needed[1]:
         return None
     wanted = ".".join(map(str, needed[1]))
-    found = f"{needed[0]} {version}" if version else f"a system without {needed[0]}"
+    system_found = f"{needed[0]} {version}" if version else f"a system without {needed[0]}"
     hint = " (Debian 12, Ubuntu 22.04 or newer)" if system == "Linux" else ""
-    return f"this needs {needed[0]} {wanted} or newer{hint}; this is {found}"
+    return f"this needs {needed[0]} {wanted} or newer{hint}; this is {system_found}"
 
 
 def install(options: "list[str]") -> None:
@@ -205,24 +205,24 @@ def run_pip(command: "list[object]", num_packages: int = 0) -> None:
             stderr=subprocess.STDOUT,
             universal_newlines=True,
         )
-        found = 0
+        num_found = 0
         for line in process.stdout or ():
             output.write(line)
-            found += line.startswith("Collecting ")
-            show(describe(line, found, num_packages))
+            num_found += line.startswith("Collecting ")
+            show(describe(line, num_found, num_packages))
         if process.wait() != 0:
             output.seek(0)
             finish_line("".join(output.readlines()[-ERROR_LINES:]))
             raise subprocess.CalledProcessError(process.returncode, words)
 
 
-def describe(line: str, found: int, num_packages: int) -> str:
+def describe(line: str, num_found: int, num_packages: int) -> str:
     """Returns what a line of pip's output means to a person; empty where it means nothing."""
     if line.startswith("Installing collected packages"):
-        return f"Unpacking {found} packages" if found else ""
+        return f"Unpacking {num_found} packages" if num_found else ""
     if line.startswith("Collecting ") and num_packages:
         # Some locked packages are for other platforms, so this may end below the whole.
-        return f"Fetching packages: {found} of {num_packages}"
+        return f"Fetching packages: {num_found} of {num_packages}"
     return ""
 
 
@@ -248,10 +248,10 @@ def run(command: "list[object]") -> None:
 def works(command: "list[object]") -> bool:
     """Returns whether a command starts and succeeds."""
     try:
-        found = subprocess.Popen(
+        process = subprocess.Popen(
             [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        return found.wait() == 0
+        return process.wait() == 0
     except OSError:
         return False
 

@@ -29,10 +29,10 @@ TESTS = (
 
 def locked_version(package: str, lock: str) -> str:
     """Returns the version of a package in the text of a lock file; raises LookupError."""
-    found = re.search(rf"^{re.escape(package)}==([^\s;\\]+)", lock, re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{re.escape(package)}==([^\s;\\]+)", lock, re.MULTILINE)
+    if match is None:
         raise LookupError(f"{package} is not locked")
-    return found[1]
+    return match[1]
 
 
 def without(package: str, lock: str) -> str:

@@ -80,13 +80,13 @@ class Soak:
     def _open(self) -> None:
         caches = list(make_prompt_cache(self._model))
         self._evaluate(caches, np.ones(MAX_PROMPT, np.int32))
-        one = sum(cache.nbytes for cache in caches)
+        num_bytes = sum(cache.nbytes for cache in caches)
         store = DiskStore(self._folder, "soak")
-        tier = DiskTier(store, budget_bytes=DISK_PROMPTS * one, max_in_flight_bytes=1 << 20)
+        tier = DiskTier(store, budget_bytes=DISK_PROMPTS * num_bytes, max_in_flight_bytes=1 << 20)
         self._cache = PrefixCache(
             lambda: list(make_prompt_cache(self._model)),
             num_slots=self._rng.choice((1, 2)),
-            budget_bytes=MEMORY_PROMPTS * one,
+            budget_bytes=MEMORY_PROMPTS * num_bytes,
             disk=tier,
         )
         self._cache.layout.calibrate(caches)
@@ -209,10 +209,10 @@ def soak(name: str, num_requests: int, seed: int) -> bool:
     mx.clear_cache()
     floor = mx.get_active_memory()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        one = Soak(name, seed, Path(folder))
-        one.run(num_requests)
-        counts = one.counts
-    del one
+        run = Soak(name, seed, Path(folder))
+        run.run(num_requests)
+        counts = run.counts
+    del run
     gc.collect()
     mx.clear_cache()
     growth = mx.get_active_memory() - floor

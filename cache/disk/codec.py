@@ -66,9 +66,9 @@ class StateImage:
     def tensors(self, start: int, stop: int) -> list[Tensor]:
         """Rows `[start, stop)`, in token offsets, and all recurrent state."""
         first, last = start - self.start, stop - self.start
-        rows = ((name, kind, _bits(one).transpose(2, 0, 1, 3)[first:last]) for name, kind, one in self._rows)
-        whole = ((name, kind, _bits(one).reshape(1, -1)) for name, kind, one in self._arrays)
-        return [*(Tensor(*one, BLOCK_TOKENS) for one in rows), *(Tensor(*one, 1) for one in whole)]
+        rows = ((name, kind, _bits(array).transpose(2, 0, 1, 3)[first:last]) for name, kind, array in self._rows)
+        whole = ((name, kind, _bits(array).reshape(1, -1)) for name, kind, array in self._arrays)
+        return [*(Tensor(*array, BLOCK_TOKENS) for array in rows), *(Tensor(*array, 1) for array in whole)]
 
 
 def _carried(arrays: NamedArrays) -> list[tuple[str, str, mx.array]]:
@@ -134,14 +134,14 @@ def _tree_of(value: Any, arrays: NamedArrays) -> Any:
 def _value_of(tree: Any, file: TensorFile) -> Any:
     if not isinstance(tree, dict):
         return tree
-    ((kind, held),) = tree.items()
+    ((kind, content),) = tree.items()
     if kind in ("array", "empty"):
-        shape, name = held
+        shape, name = content
         return _array(file, name).reshape(shape) if kind == "array" else mx.zeros(shape, _MLX_TYPES[name])
     if kind in ("list", "tuple"):
-        parts: Sequence[Any] = [_value_of(part, file) for part in held]
+        parts: Sequence[Any] = [_value_of(part, file) for part in content]
         return parts if kind == "list" else tuple(parts)
-    values = {key: _value_of(part, file) for key, part in held.items()}
+    values = {key: _value_of(part, file) for key, part in content.items()}
     return values if kind == "dict" else _revived(kind, values)
 
 

@@ -97,9 +97,9 @@ class DiskConnector:
 
     def load(self, match: DiskMatch) -> tuple[Segment | None, Snapshot | None]:
         """Reads the state. Raises DiskFault; the state is then no longer found."""
-        reader, held = self.tier.reader, match.snapshot
+        reader, snapshot = self.tier.reader, match.snapshot
         segment = reader.load_rows(match.rows) if match.rows else None
-        return segment, Snapshot(match.offset, *reader.load(held.whole)) if held is not None else None
+        return segment, Snapshot(match.offset, *reader.load(snapshot.whole)) if snapshot is not None else None
 
     def _place(self, namespace: str, path: list[Node]) -> DiskPlace:
         """Nodes remember their places: only later tokens are compared."""
@@ -190,8 +190,8 @@ class DiskConnector:
         place = node.place
         if place is not None and not place.is_gone:
             tokens = np.concatenate([step.tokens for step in node.path()])[: place.length]
-            found = self.tier.tree.follow(node.trie.namespace, START, tokens)
-            assert found.length == place.length, f"{node} keeps a place at {place.length}, found {found.length}"
+            step = self.tier.tree.follow(node.trie.namespace, START, tokens)
+            assert step.length == place.length, f"{node} keeps a place at {place.length}, found {step.length}"
 
 
 def _target(node: Node, place: DiskPlace, used_at: int | None = None) -> Target:

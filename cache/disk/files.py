@@ -94,12 +94,12 @@ class FileSystem:
 
     def sizes(self, folder: Path) -> dict[str, int]:
         """Sizes of a folder's regular files; -1 for anything else."""
-        found = {}
+        sizes = {}
         with os.scandir(folder) as entries:
             for entry in entries:
                 is_file = entry.is_file(follow_symlinks=False)
-                found[entry.name] = entry.stat(follow_symlinks=False).st_size if is_file else -1
-        return found
+                sizes[entry.name] = entry.stat(follow_symlinks=False).st_size if is_file else -1
+        return sizes
 
     def connect(self, path: Path) -> sqlite3.Connection:
         """Opens a SQLite database for one thread at a time; syncs commits, overwrites deletions."""

@@ -93,8 +93,8 @@ class DiskStore:
 
     def _load_secret(self) -> bytes:
         path = self._folder / "secret"
-        with contextlib.suppress(FileNotFoundError, DiskFault), self._files.open(path) as found:
-            return read_exactly(found, _SECRET_BYTES, 0)
+        with contextlib.suppress(FileNotFoundError, DiskFault), self._files.open(path) as opened:
+            return read_exactly(opened, _SECRET_BYTES, 0)
         secret = os.urandom(_SECRET_BYTES)
         with self._files.create(path) as file:
             file.write(secret)
@@ -151,8 +151,8 @@ class DiskStore:
     def _find(self, index: sqlite3.Connection) -> DiskTree:
         """Finds files by index, name and size, and deletes all others and their rows; foreign files stay."""
         sizes, rows, tree = self._files.sizes(self._folder), read_rows(index), DiskTree()
-        found = [row for row in rows if sizes.get(row.file.name) == row.file.num_bytes]
-        tree.attach([row for row in found if row.file.name == self.name_of(row.file, row.key)], self.hasher)
+        present = [row for row in rows if sizes.get(row.file.name) == row.file.num_bytes]
+        tree.attach([row for row in present if row.file.name == self.name_of(row.file, row.key)], self.hasher)
         kept = {file.name for file in tree.files()}
         if lost := [row.file.name for row in rows if row.file.name not in kept]:
             _drop(index, lost)
@@ -247,10 +247,10 @@ class DiskStore:
         assert file.receipt is not None, "the file was never written"
         try:
             with self._files.open(self._folder / file.name) as opened:
-                found = TensorFile(opened, file.receipt)
-                if found.metadata.get("name") != file.name:
+                file_of_tensors = TensorFile(opened, file.receipt)
+                if file_of_tensors.metadata.get("name") != file.name:
                     raise DiskFault("the file holds other state than its name says")
-                return read_state(found, file.start, part.start, part.stop)
+                return read_state(file_of_tensors, file.start, part.start, part.stop)
         except OSError as error:
             raise DiskFault(str(error)) from error
 

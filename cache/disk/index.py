@@ -137,20 +137,20 @@ def prepare(database: sqlite3.Connection, fingerprint: str) -> int:
 
 def read_rows(database: sqlite3.Connection) -> list[FileRow]:
     """All rows with valid columns."""
-    found = []
+    rows = []
     for values in database.execute(f"SELECT {_COLUMNS} FROM files"):
         # A damaged database may hold anything in any column.
         with contextlib.suppress(TypeError, ValueError):
-            found.append(_row(values))
-    return found
+            rows.append(_row(values))
+    return rows
 
 
 def read_write_day(database: sqlite3.Connection) -> WriteDay | None:
     """The day saved last, if valid."""
-    found = database.execute("SELECT saved_at, age_seconds, num_bytes FROM write_day").fetchone()
-    if found is None:
+    row = database.execute("SELECT saved_at, age_seconds, num_bytes FROM write_day").fetchone()
+    if row is None:
         return None
-    saved_at, age_seconds, num_bytes = found
+    saved_at, age_seconds, num_bytes = row
     are_times = all(isinstance(value, float) and math.isfinite(value) for value in (saved_at, age_seconds))
     is_valid = are_times and isinstance(num_bytes, int) and age_seconds >= 0 and num_bytes >= 0
     return WriteDay(saved_at, age_seconds, num_bytes) if is_valid else None
@@ -170,15 +170,17 @@ def add(database: sqlite3.Connection, row: FileRow, receipt: Receipt, day: Write
         database.execute("INSERT INTO write_day VALUES (?, ?, ?)", astuple(day))
 
 
-def _row(values: tuple[Any, ...]) -> FileRow:
+def _row(columns: tuple[Any, ...]) -> FileRow:
     """Raises TypeError or ValueError for invalid columns."""
-    name, is_snapshot, has_points, namespace, start, stop, parent_key, key, tokens, *sizes, digest, last_used = values
+    name, is_snapshot, has_points, namespace, start, stop, parent_key, key, tokens, *sizes, digest, last_used = (
+        columns
+    )
     expected = {
         str: (name,),
         bytes: (namespace, parent_key, key, tokens, digest),
         int: (start, stop, last_used, *sizes),
     }
-    if not all(isinstance(value, kind) for kind, held in expected.items() for value in held):
+    if not all(isinstance(value, kind) for kind, values in expected.items() for value in values):
         raise TypeError("a column holds something of another type")
     edge = np.frombuffer(tokens, np.int32)
     if not 0 <= start <= stop or len(edge) != (0 if is_snapshot else stop - start):

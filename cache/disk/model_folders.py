@@ -39,8 +39,8 @@ def place(parent: Path, model: str, fingerprint: str) -> Path:
     digits = fingerprint[:FINGERPRINT_DIGITS]
     wanted = parent / f"{_file_name(model)}-{digits}"
     with contextlib.suppress(OSError):
-        found = next((path for path, _, held in _folders(parent) if held == digits), wanted)
-        return found.rename(wanted) if found.name == digits else found
+        folder = next((path for path, _, known in _folders(parent) if known == digits), wanted)
+        return folder.rename(wanted) if folder.name == digits else folder
     return wanted
 
 
@@ -48,7 +48,7 @@ def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
     """Folders of models with the same name but other files, by folder name."""
     name, digits = _file_name(model), fingerprint[:FINGERPRINT_DIGITS]
     with contextlib.suppress(OSError):
-        return [path for path, held_name, held in _folders(parent) if held_name == name and held != digits]
+        return [path for path, held_name, known in _folders(parent) if held_name == name and known != digits]
     return []
 
 

@@ -123,7 +123,9 @@ class FileReader:
 
     def _find(self, part: FilePart) -> _Read | None:
         same_file = (read for read in self._reads if read.part.file is part.file)
-        return next((one for one in same_file if one.part.start <= part.start <= part.stop <= one.part.stop), None)
+        return next(
+            (read for read in same_file if read.part.start <= part.start <= part.stop <= read.part.stop), None
+        )
 
     def _release(self, read: _Read) -> None:
         read.num_waiting -= 1
@@ -337,8 +339,8 @@ class DiskTier:
         place, used_at = self._use(target)
         stop = len(target.tokens)
         start = window.start if window is not None else stop
-        held = self.tree.snapshot(place, stop)
-        if held is not None and held.start <= start and (recurrent is None or held.has_recurrent):
+        stored = self.tree.snapshot(place, stop)
+        if stored is not None and stored.start <= start and (recurrent is None or stored.has_recurrent):
             return
         try:
             image = self._store.image(window, recurrent)
@@ -347,8 +349,8 @@ class DiskTier:
             return
         new = self._new_file(target.namespace, start, stop, image, used_at)
         new.is_snapshot, new.has_recurrent = True, recurrent is not None
-        if self._write(target.tokens, image, [new], place) and held is not None:
-            self._drop([held])
+        if self._write(target.tokens, image, [new], place) and stored is not None:
+            self._drop([stored])
 
     def _use(self, target: Target) -> tuple[DiskPlace, int]:
         self.notice_written()

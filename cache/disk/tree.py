@@ -238,14 +238,14 @@ class DiskTree:
 
     def covered(self, place: DiskPlace, start: int, stop: int) -> list[FilePart]:
         """Rows of `[start, stop)` in files on the way, ascending; may have gaps."""
-        found = list[FilePart]()
+        parts = list[FilePart]()
         for node in reversed(list(place.edges(start, stop))):
             if node.rows is not None:
                 first, last = max(start, node.start), min(stop, node.stop, place.length)
-                if found and found[-1].file is node.rows and found[-1].stop == first:
-                    first = found.pop().start
-                found.append(FilePart(node.rows, first, last))
-        return found
+                if parts and parts[-1].file is node.rows and parts[-1].stop == first:
+                    first = parts.pop().start
+                parts.append(FilePart(node.rows, first, last))
+        return parts
 
     def snapshots(self, place: DiskPlace) -> Iterator[StoredFile]:
         """Snapshots on the way to a place, deepest first."""
@@ -271,18 +271,18 @@ class DiskTree:
 
     def listing(self, namespace: str, max_edges: int) -> tuple[list[DiskNode], bool]:
         """Up to `max_edges` written edges of a namespace, depth first; whether there may be more."""
-        trie, found, num_visited = self.find_trie(namespace), list[DiskNode](), 0
+        trie, nodes, num_visited = self.find_trie(namespace), list[DiskNode](), 0
         waiting = [iter(trie.root.children.values())]
-        while waiting and len(found) <= max_edges and num_visited < MAX_VISITED:
+        while waiting and len(nodes) <= max_edges and num_visited < MAX_VISITED:
             node = next(waiting[-1], None)
             if node is None:
                 waiting.pop()
                 continue
             num_visited += 1
             if node.rows is not None and node.rows.is_written:
-                found.append(node)
+                nodes.append(node)
                 waiting.append(iter(node.children.values()))
-        return found[:max_edges], len(found) > max_edges or trie.num_nodes > MAX_VISITED
+        return nodes[:max_edges], len(nodes) > max_edges or trie.num_nodes > MAX_VISITED
 
     def namespaces(self) -> list[str]:
         """The namespaces with files."""
@@ -293,15 +293,15 @@ class DiskTree:
         nodes = itertools.islice(self.find_trie(namespace).nodes(), MAX_READ_EDGES)
         leaves = [node for node in nodes if not node.children]
         leaves.sort(key=lambda leaf: max((file.last_used for file in leaf.files), default=0), reverse=True)
-        found, seen = list[TokenArray](), set[DiskNode]()
+        texts, seen = list[TokenArray](), set[DiskNode]()
         for leaf in leaves:
             new = [node for node in leaf.path() if node not in seen]
             seen.update(new)
-            found.append(np.concatenate([node.tokens for node in new])[-max_tokens:])
-            max_tokens -= len(found[-1])
+            texts.append(np.concatenate([node.tokens for node in new])[-max_tokens:])
+            max_tokens -= len(texts[-1])
             if max_tokens <= 0:
                 break
-        return found[::-1]
+        return texts[::-1]
 
     def files(self, namespace: str | None = None) -> list[StoredFile]:
         """All files, or one namespace's."""
@@ -355,10 +355,10 @@ class DiskTree:
             for step in new:
                 step.rows = step.rows or file
             below = [child for step in new for child in step.children.values()]
-            file.last_used = max(one.last_used for step in (*new, *below) for one in step.files)
+            file.last_used = max(other.last_used for step in (*new, *below) for other in step.files)
         # Before a file that is used as late are only such files.
         before = (step.rows for step in end.edges(0, file.parent_offset) if step.rows is not None)
-        for older in list(itertools.takewhile(lambda one: one.last_used < file.last_used, before)):
+        for older in list(itertools.takewhile(lambda other: other.last_used < file.last_used, before)):
             older.last_used = file.last_used
         self._count(file, file.num_bytes)
         self._order.push(file)
@@ -427,12 +427,12 @@ class DiskTree:
 def _prefixes(row: FileRow, hasher: "hashlib.blake2b", cuts: Sequence[int]) -> "list[tuple[int, hashlib.blake2b]]":
     """The lengths of a row's tokens up to each cut and its end, with the hasher there."""
     start, stop = row.file.parent_offset, row.file.stop
-    found, done = list[tuple[int, "hashlib.blake2b"]](), 0
+    prefixes, done = list[tuple[int, "hashlib.blake2b"]](), 0
     for cut in [*cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]:
         hasher = extended(hasher, row.tokens[done : cut - start])
         done = cut - start
-        found.append((done, hasher))
-    return found
+        prefixes.append((done, hasher))
+    return prefixes
 
 
 def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:

@@ -115,10 +115,10 @@ def row_leaf(cache: LayerCache) -> RowLeaf | None:
 
 def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
     """The caches with every `CacheList` replaced by its members."""
-    found: list[LayerCache] = []
+    leaves: list[LayerCache] = []
     for cache in caches:
-        found.extend(leaves_of(cache.caches) if isinstance(cache, mlx_lm_cache.CacheList) else [cache])
-    return found
+        leaves.extend(leaves_of(cache.caches) if isinstance(cache, mlx_lm_cache.CacheList) else [cache])
+    return leaves
 
 
 CHUNK_TOKENS = 256
@@ -264,13 +264,13 @@ class Layout:
         for batch in _batches(_rows(self._spans, caches)):
             arrays = [array for leaf, live, _ in batch for array in leaf.arrays(live)]
             indices = [index for _, _, components in batch for index in components]
-            for held, (start, stop) in zip(packs, own_ranges, strict=True):
-                held.extend(packed(indices, (array[..., start:stop, :] for array in arrays)))
+            for pack, (start, stop) in zip(packs, own_ranges, strict=True):
+                pack.extend(packed(indices, (array[..., start:stop, :] for array in arrays)))
             del arrays
             if consume:
                 for _, live, _ in batch:
                     live.keys = live.values = None
-        return [Segment(start, stop, held) for held, (start, stop) in zip(packs, ranges, strict=True)]
+        return [Segment(start, stop, pack) for pack, (start, stop) in zip(packs, ranges, strict=True)]
 
     def load_spans(
         self, caches: Sequence[LayerCache], sources: Sequence[Segment], *, keep: int, offset: int, capacity: int
@@ -282,11 +282,11 @@ class Layout:
         origin = self.origin(caches)
         _, num_kept = _own_range(origin, origin, keep)
         for leaf, live, components in _rows(self._spans, caches):
-            held = [array[..., :num_kept, :] for array in leaf.arrays(live)] if num_kept else []
+            rows = [array[..., :num_kept, :] for array in leaf.arrays(live)] if num_kept else []
             num_spare = capacity - offset if leaf.has_spare else 0
             arrays = []
             for number, component in enumerate(components):
-                parts = [*held[number : number + 1], *(source.component(component) for source in sources)]
+                parts = [*rows[number : number + 1], *(source.component(component) for source in sources)]
                 arrays.append(_with_spare_rows(parts, num_spare))
                 assert_rows(arrays[-1], origin, offset + max(0, num_spare))
             mx.eval(arrays)
@@ -352,11 +352,11 @@ class Layout:
 
 
 def _rows(layers: Iterable[tuple[int, RowLeaf]], caches: Sequence[LayerCache]) -> list[_Rows]:
-    leaves, first, found = leaves_of(caches), 0, list[_Rows]()
+    leaves, first, rows = leaves_of(caches), 0, list[_Rows]()
     for index, leaf in layers:
-        found.append((leaf, tail_of(leaves[index]), range(first, first + leaf.num_components)))
+        rows.append((leaf, tail_of(leaves[index]), range(first, first + leaf.num_components)))
         first += leaf.num_components
-    return found
+    return rows
 
 
 def _own_range(origin: int, start: int, stop: int) -> tuple[int, int]:

@@ -128,16 +128,16 @@ def assert_rows(rows: mx.array, start: int, stop: int) -> None:
 
 def packed(indices: Iterable[int], rows: Iterable[mx.array]) -> Iterator[Pack]:
     """Components' rows in arrays that own their bytes: runs of equal shapes share one, up to `PACK_BYTES`."""
-    group, held = list[int](), list[mx.array]()
+    group, arrays = list[int](), list[mx.array]()
     for index, array in zip(indices, rows, strict=True):
-        fits = held and held[0].shape == array.shape and held[0].dtype == array.dtype
-        if held and not (fits and (len(held) + 1) * array.nbytes <= PACK_BYTES):
-            yield _joined(group, held)
-            group, held = [], []
+        fits = arrays and arrays[0].shape == array.shape and arrays[0].dtype == array.dtype
+        if arrays and not (fits and (len(arrays) + 1) * array.nbytes <= PACK_BYTES):
+            yield _joined(group, arrays)
+            group, arrays = [], []
         group.append(index)
-        held.append(array)
-    if held:
-        yield _joined(group, held)
+        arrays.append(array)
+    if arrays:
+        yield _joined(group, arrays)
 
 
 def _joined(indices: Sequence[int], rows: Sequence[mx.array]) -> Pack:
@@ -152,8 +152,8 @@ def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
     """The number of rows up to `offset`; raises AssertionError without the last `num_rows`."""
     starts, stops = [segment.start for segment in rows], [segment.stop for segment in rows]
     if starts[1:] != stops[:-1] or min(starts, default=offset) > offset - num_rows or max(stops, default=0) < offset:
-        held = ", ".join(f"[{start}, {stop})" for start, stop in zip(starts, stops, strict=True)) or "none"
-        raise AssertionError(f"of the window rows [{offset - num_rows}, {offset}) some are missing: {held}")
+        ranges = ", ".join(f"[{start}, {stop})" for start, stop in zip(starts, stops, strict=True)) or "none"
+        raise AssertionError(f"of the window rows [{offset - num_rows}, {offset}) some are missing: {ranges}")
     return offset - starts[0]
 
 
@@ -171,8 +171,8 @@ class RecurrentState:
 
     def put(self, caches: Sequence[LayerCache]) -> None:
         """Makes this the state of live caches of the same model."""
-        for cache, held in zip(caches, self.held, strict=True):
-            vars(cache).update(vars(_copied(held, lambda array: array)))
+        for cache, state in zip(caches, self.held, strict=True):
+            vars(cache).update(vars(_copied(state, lambda array: array)))
 
 
 def _copied(cache: LayerCache, own: Callable[[mx.array], mx.array]) -> LayerCache:

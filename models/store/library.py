@@ -18,20 +18,20 @@ from models.store.stored_model import LATEST, ModelDefaults, Modelfile, StoredMo
 from models.weights import missing_files, read_header
 
 
-def create(name: str, weights: WeightsPlace, told: Modelfile, *, replaces: bool = True) -> StoredModel:
+def create(name: str, weights: WeightsPlace, modelfile: Modelfile, *, replaces: bool = True) -> StoredModel:
     """Makes a model of `weights`, keeping settings that a Modelfile leaves out.
 
     Raises ModelNotFound, ModelBroken, StoreError, and ModelfileError for a parameter that cannot be honoured.
     """
     full = parse_free_name(name)
-    parent = find_stored(told.base)
+    parent = find_stored(modelfile.base)
     if parent is None:
         folder_of(weights)
-    defaults = (ModelDefaults() if parent is None else parent.defaults).with_parameters(told.parameters)
+    defaults = (ModelDefaults() if parent is None else parent.defaults).with_parameters(modelfile.parameters)
     _check_template_arguments(defaults)
-    system = defaults.system if told.system is None else told.system
-    defaults = replace(defaults, system=system, messages=tuple(told.messages) or defaults.messages)
-    text = told.license if told.license is not None else "" if parent is None else parent.license
+    system = defaults.system if modelfile.system is None else modelfile.system
+    defaults = replace(defaults, system=system, messages=tuple(modelfile.messages) or defaults.messages)
+    text = modelfile.license if modelfile.license is not None else "" if parent is None else parent.license
     now = datetime.now(UTC)
     with user_manifest().change() as stored:
         before = stored.get(full)
@@ -53,7 +53,7 @@ def remove(name: str) -> StoredModel:
 
 def names_with(place: WeightsPlace) -> list[str]:
     """The names of the same weights; raises StoreError."""
-    return [one.short_name for one in user_manifest().models().values() if one.weights == place]
+    return [model.short_name for model in user_manifest().models().values() if model.weights == place]
 
 
 def parse_free_name(name: str) -> str:

@@ -79,10 +79,10 @@ class Manifest:
         """Reads the file only if changed; raises StoreError, and `_DAMAGE` for a malformed one."""
         with told_as(StoreError, self._fault):
             try:
-                found = self.path.stat()
+                stat = self.path.stat()
             except FileNotFoundError:
                 return {}
-            stamp = found.st_ino, found.st_mtime_ns, found.st_size
+            stamp = stat.st_ino, stat.st_mtime_ns, stat.st_size
             if self._last is not None and self._last[0] == stamp:
                 return self._last[1]
             text = self.path.read_bytes()
@@ -103,8 +103,8 @@ class Manifest:
             raise StoreError(f"{damage}; {advice}") from error
 
     def _write(self, models: Mapping[str, StoredModel]) -> None:
-        found = _adapter().dump_python([models[name] for name in sorted(models)], mode="json")
-        text = json.dumps({"version": VERSION, "models": found}, indent=2, ensure_ascii=False).encode() + b"\n"
+        records = _adapter().dump_python([models[name] for name in sorted(models)], mode="json")
+        text = json.dumps({"version": VERSION, "models": records}, indent=2, ensure_ascii=False).encode() + b"\n"
         beside = self.path.with_name(f"{FILE_NAME}.new")
         with told_as(StoreError, self._fault):
             with open(beside, "wb", opener=_as_owner) as file:
@@ -130,14 +130,14 @@ def _parse(text: bytes, path: Path) -> Mapping[str, StoredModel]:
     """Raises `_DAMAGE`, and StoreError for a newer version's file."""
     from pydantic import ValidationError
 
-    found = json.loads(text)
-    version = found.get("version") if isinstance(found, dict) else None
+    records = json.loads(text)
+    version = records.get("version") if isinstance(records, dict) else None
     if not isinstance(version, int) or version < VERSION:
         raise ValueError("it says no version")
     if version > VERSION:
         raise StoreError(f"{path} was written by a newer mlx-serve; use that, or move the file")
     try:
-        models = _adapter().validate_python(found.get("models"))
+        models = _adapter().validate_python(records.get("models"))
         for model in models:
             if find_full_name(model.name) != model.name:
                 raise ValueError(f"{model.name[:100]!r} is no name")

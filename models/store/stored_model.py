@@ -73,10 +73,10 @@ class ModelDefaults:
             if value is not None and value < least:
                 raise InvalidParameter(name, f"{name} must be at least {least}, not {value}")
 
-    def with_parameters(self, told: Iterable[tuple[str, Any]]) -> "ModelDefaults":
+    def with_parameters(self, parameters: Iterable[tuple[str, Any]]) -> "ModelDefaults":
         """Defaults changed by Ollama's names and values, a Modelfile's texts or JSON's; raises ModelfileError."""
         changes: dict[str, Any] = {"sampling": dict(self.sampling)}
-        for name, value in told:
+        for name, value in parameters:
             _take_parameter(changes, name.lower(), value)
         sampling = {name: value for name, value in settled(changes["sampling"]).items() if value is not None}
         changed = replace(self, **{**changes, "sampling": sampling})
@@ -111,8 +111,8 @@ class ModelDefaults:
         """Messages after the examples, with the system prompt if they have none."""
         own = messages[:1] if messages and messages[0].get("role") in _SYSTEM_ROLES else messages[:0]
         system = () if own or not self.system else (ExampleMessage("system", self.system),)
-        told = (*system, *self.messages)
-        shown = [{"role": one.role, "content": [{"type": "text", "text": one.content}]} for one in told]
+        first = (*system, *self.messages)
+        shown = [{"role": message.role, "content": [{"type": "text", "text": message.content}]} for message in first]
         return [*own, *shown, *messages[len(own) :]]
 
 
@@ -158,7 +158,7 @@ class StoredModel:
         lines += [f"PARAMETER {name} {value}" for name, value in defaults.parameters()]
         if defaults.system:
             lines.append(f'SYSTEM """{defaults.system}"""')
-        lines += [f'MESSAGE {one.role} """{one.content}"""' for one in defaults.messages]
+        lines += [f'MESSAGE {message.role} """{message.content}"""' for message in defaults.messages]
         if self.license:
             lines.append(f'LICENSE """{self.license}"""')
         return "\n".join(lines)
@@ -196,10 +196,10 @@ def _take_parameter(changes: dict[str, Any], name: str, value: Any) -> None:
         if texts:
             changes["stop"] = (*changes.get("stop", ()), *texts)
     elif name == _TEMPLATE_ARGUMENTS:
-        found = read_object(value) if isinstance(value, str) else value
-        if not isinstance(found, dict):
+        parsed = read_object(value) if isinstance(value, str) else value
+        if not isinstance(parsed, dict):
             raise ModelfileError(f'{_TEMPLATE_ARGUMENTS} is an object in JSON, such as {{"enable_thinking": false}}')
-        changes["template_arguments"] = found
+        changes["template_arguments"] = parsed
     elif name not in WITHOUT_EFFECT:
         raise ModelfileError(f"there is no parameter {name[:60]!r}; {_hint(name, PARAMETERS)}")
 
@@ -241,13 +241,13 @@ class Modelfile:
     @classmethod
     def parse(cls, text: str) -> "Modelfile":
         """Raises ModelfileError, which names the line."""
-        found = cls()
+        modelfile = cls()
         for number, instruction, argument in _instructions(text):
             with told_as(ModelfileError, f"line {number}", ModelfileError):
-                _take_instruction(found, instruction, argument)
-        if not found.base:
+                _take_instruction(modelfile, instruction, argument)
+        if not modelfile.base:
             raise ModelfileError("there is no FROM: begin with FROM and the model that it is made from")
-        return found
+        return modelfile
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
@@ -280,23 +280,23 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if is_quoted else text
 
 
-def _take_instruction(found: Modelfile, instruction: str, text: str) -> None:
+def _take_instruction(modelfile: Modelfile, instruction: str, text: str) -> None:
     match instruction:
         case "from":
-            if found.base:
+            if modelfile.base:
                 raise ModelfileError("there is a FROM already; a model is made from one other")
-            found.base = text
+            modelfile.base = text
         case "parameter":
             name, _, value = text.partition(" ")
             if not value.strip():
                 raise ModelfileError("PARAMETER takes a name and a value, such as: PARAMETER temperature 0.2")
-            found.parameters.append((name, _parameter_text(name, value.strip())))
+            modelfile.parameters.append((name, _parameter_text(name, value.strip())))
         case "system":
-            found.system = text
+            modelfile.system = text
         case "message":
-            found.messages.append(_message(text))
+            modelfile.messages.append(_message(text))
         case "license":
-            found.license = text if found.license is None else f"{found.license}\n{text}"
+            modelfile.license = text if modelfile.license is None else f"{modelfile.license}\n{text}"
         case refused if refused in _REFUSED:
             raise ModelfileError(_REFUSED[refused])
         case _:

@@ -135,9 +135,9 @@ def paged(subject: Subject) -> str:
     """A conversation that lost its slot to another comes back from memory."""
     worker = subject.worker(num_slots=1)
     first, other = subject.prompt(50), subject.prompt(30)
-    told = subject.ask(worker, first).tokens
+    tokens = subject.ask(worker, first).tokens
     subject.ask(worker, other)
-    again = subject.ask(worker, [*first, *told, *subject.prompt(9)])
+    again = subject.ask(worker, [*first, *tokens, *subject.prompt(9)])
     _require_hit(again)
     if again.started.tier != "memory":
         raise Difference(f"it came back from {again.started.tier}")
@@ -149,10 +149,10 @@ def stored(subject: Subject) -> str:
     prompt = subject.prompt(60)
     with tempfile.TemporaryDirectory(prefix="architecture-") as folder:
         worker = subject.worker(disk=_open_disk(folder))
-        told = subject.ask(worker, prompt).tokens
+        tokens = subject.ask(worker, prompt).tokens
         worker.prefix_cache.end(30)
         worker = subject.worker(disk=_open_disk(folder))
-        again = subject.ask(worker, [*prompt, *told, *subject.prompt(9)])
+        again = subject.ask(worker, [*prompt, *tokens, *subject.prompt(9)])
         worker.prefix_cache.end(30)
     _require_hit(again)
     if again.started.tier != "disk":

@@ -244,10 +244,10 @@ def config(name: str) -> dict[str, Any]:
     """Returns a tiny configuration of the architecture `name`."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
     fields = {field.name for field in dataclasses.fields(module.ModelArgs)}
-    found: dict[str, Any] = {key: value for key, value in _SHARED.items() if key in fields}
+    values: dict[str, Any] = {key: value for key, value in _SHARED.items() if key in fields}
     if "text_config" in fields:
-        found["text_config"] = {**_SHARED}
-    return {**found, **OWN.get(name, {}), "model_type": OWN.get(name, {}).get("model_type", name)}
+        values["text_config"] = {**_SHARED}
+    return {**values, **OWN.get(name, {}), "model_type": OWN.get(name, {}).get("model_type", name)}
 
 
 def _defines_model(name: str) -> bool:

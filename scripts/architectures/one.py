@@ -24,9 +24,9 @@ def check(name: str) -> dict[str, Any]:
     except Exception as error:
         return {"name": name, "caches": [], "results": {}, "reasons": {"build": _told(error)}, "shards": False}
     results, reasons = {}, {}
-    for title, one in CHECKS.items():
+    for title, run in CHECKS.items():
         try:
-            results[title] = one(subject)
+            results[title] = run(subject)
         except Exception as error:
             results[title] = "no"
             reasons[title] = _told(error)

@@ -53,8 +53,8 @@ class Result:
 
     def line(self) -> str:
         """Returns one line for a terminal."""
-        told = "; ".join(f"{title}: {reason}" for title, reason in self.reasons.items())
-        return f"{self.name}: {told or ', '.join(self.results.values())}"
+        failures = "; ".join(f"{title}: {reason}" for title, reason in self.reasons.items())
+        return f"{self.name}: {failures or ', '.join(self.results.values())}"
 
     @property
     def kind(self) -> tuple[str, str]:

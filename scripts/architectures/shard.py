@@ -26,6 +26,6 @@ def difference(name: str) -> float:
 
 
 if __name__ == "__main__":
-    found = difference(sys.argv[1])
+    greatest = difference(sys.argv[1])
     if mx.distributed.init().rank() == 0:
-        print("yes" if found <= TOLERANCE else f"the logits differ by {found:.2g}")
+        print("yes" if greatest <= TOLERANCE else f"the logits differ by {greatest:.2g}")

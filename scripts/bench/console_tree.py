@@ -55,8 +55,8 @@ PROGRAM = """async ({ count, frames }) => {
 
 def measure(page: Page, count: int, frames: int) -> dict[str, float]:
     """Returns milliseconds: medians of layout and of drawing, and the slowest frame."""
-    found: dict[str, float] = page.evaluate(PROGRAM, {"count": count, "frames": frames})
-    return found
+    figures: dict[str, float] = page.evaluate(PROGRAM, {"count": count, "frames": frames})
+    return figures
 
 
 def main() -> int:
@@ -73,10 +73,10 @@ def main() -> int:
         page = chromium.new_page(viewport={"width": 1280, "height": 800})
         page.goto(f"{address}/#/models")
         for count in options.nodes:
-            found = measure(page, count, options.frames)
+            figures = measure(page, count, options.frames)
             print(
-                f"{count:6} edges: layout {found['layout']:.1f} ms, frame {found['draw']:.1f} ms, "
-                f"slowest frame {found['worst']:.1f} ms"
+                f"{count:6} edges: layout {figures['layout']:.1f} ms, frame {figures['draw']:.1f} ms, "
+                f"slowest frame {figures['worst']:.1f} ms"
             )
     return 0
 

@@ -206,24 +206,28 @@ def compare_on_head(subject: Subject, rows: OnHead, num_blocks: int) -> Comparis
     return take_turns(subject, Comparison(rows.num_rows, ours, peer), num_blocks)
 
 
-def add_to(report: Report, mix: Mix | OnHead, found: Comparison) -> None:
+def add_to(report: Report, mix: Mix | OnHead, result: Comparison) -> None:
     """Adds rows to the table. Raises SystemExit where the two sides say different tokens."""
-    if found.equal_share < 1:
+    if result.equal_share < 1:
         raise SystemExit(f"{mix.name}: the two sides say different tokens")
-    peaks = [side.peak_bytes for side in (found.ours, found.peer)]
-    cells = [*(f"{speed:.1f}" for speed in found.speeds), f"{found.ratio:.2f}", *(f"{p / 2**20:.0f}" for p in peaks)]
+    peaks = [side.peak_bytes for side in (result.ours, result.peer)]
+    cells = [
+        *(f"{speed:.1f}" for speed in result.speeds),
+        f"{result.ratio:.2f}",
+        *(f"{p / 2**20:.0f}" for p in peaks),
+    ]
     report.rows.append([mix.name, *cells])
     report.figures[mix.name] = {
-        "ours_block_seconds": found.ours.block_seconds,
-        "peer_block_seconds": found.peer.block_seconds,
+        "ours_block_seconds": result.ours.block_seconds,
+        "peer_block_seconds": result.peer.block_seconds,
         "steps_per_block": BLOCK_STEPS,
-        "ratio": found.ratio,
+        "ratio": result.ratio,
         "peak_bytes": peaks,
-        "num_distinct_tokens": len({token for row in found.ours.side.tokens() for token in row}),
+        "num_distinct_tokens": len({token for row in result.ours.side.tokens() for token in row}),
     }
-    report.add_verdict(mix.name, found.ratio, Target(mix.target, is_ceiling=False))
-    if isinstance(found.ours.side, EngineSide):
-        live = report.figures[mix.name]["live_share"] = found.ours.side.live_share
+    report.add_verdict(mix.name, result.ratio, Target(mix.target, is_ceiling=False))
+    if isinstance(result.ours.side, EngineSide):
+        live = report.figures[mix.name]["live_share"] = result.ours.side.live_share
         report.add_verdict(f"{mix.name}, live bytes to those of different tokens", live, Target(MAX_LIVE))
 
 

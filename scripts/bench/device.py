@@ -79,10 +79,14 @@ def decode(subject: Subject, num_blocks: int) -> Report:
     report = Report("Decoding together, greedy", columns)
     for name, lengths in MIXES.items():
         print(f"decode {name} …", file=sys.stderr, flush=True)
-        found = compare(subject, lengths, num_blocks)
-        speeds = [f"{speed:.0f}" for speed in found.speeds]
-        report.rows.append([name, *speeds, f"{found.ratio:.2f}", f"{found.equal_share:.0%}"])
-        report.figures[name] = {"tokens_per_second": found.speeds, "ratio": found.ratio, "equal": found.equal_share}
+        result = compare(subject, lengths, num_blocks)
+        speeds = [f"{speed:.0f}" for speed in result.speeds]
+        report.rows.append([name, *speeds, f"{result.ratio:.2f}", f"{result.equal_share:.0%}"])
+        report.figures[name] = {
+            "tokens_per_second": result.speeds,
+            "ratio": result.ratio,
+            "equal": result.equal_share,
+        }
     return report
 
 
@@ -108,11 +112,11 @@ def turns(subject: Subject) -> Report:
         print(f"turns at {length} …", file=sys.stderr, flush=True)
         with closing(MeasuredConversation(subject, length)) as conversation:
             conversation.measure()
-        found, cold_ms = conversation.figures, conversation.figures["cold_ms"]
-        rates = [found["megabytes"] / found[move] for move in ("page_out_ms", "page_in_ms")]
-        times = [f"{found[name]:.0f}" for name in ("cold_ms", "live_ms", "paged_in_ms")]
-        report.rows.append([str(length), *times, f"{found['megabytes']:.0f}", *(f"{rate:.1f}" for rate in rates)])
-        report.figures[str(length)] = found
+        figures, cold_ms = conversation.figures, conversation.figures["cold_ms"]
+        rates = [figures["megabytes"] / figures[move] for move in ("page_out_ms", "page_in_ms")]
+        times = [f"{figures[name]:.0f}" for name in ("cold_ms", "live_ms", "paged_in_ms")]
+        report.rows.append([str(length), *times, f"{figures['megabytes']:.0f}", *(f"{rate:.1f}" for rate in rates)])
+        report.figures[str(length)] = figures
     return report
 
 

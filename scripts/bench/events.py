@@ -34,7 +34,7 @@ READER = "import sys, urllib.request\nfor _ in urllib.request.urlopen(sys.argv[1
 
 def speed(address: str, model: str) -> tuple[float, float]:
     """Returns the tokens/s of all streams together, and the processor seconds that they took."""
-    found: list[float] = []
+    speeds: list[float] = []
 
     def ask(number: int) -> None:
         body = {
@@ -42,7 +42,7 @@ def speed(address: str, model: str) -> tuple[float, float]:
             "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "cache_prompt": False,
         }  # fmt: skip
         answer = httpx2.post(f"{address}/v1/chat/completions", json=body, timeout=300).json()
-        found.append(answer["timings"]["predicted_per_second"])
+        speeds.append(answer["timings"]["predicted_per_second"])
 
     begun = time.process_time()
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(STREAMS)]
@@ -50,7 +50,7 @@ def speed(address: str, model: str) -> tuple[float, float]:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(found), time.process_time() - begun
+    return sum(speeds), time.process_time() - begun
 
 
 @contextmanager

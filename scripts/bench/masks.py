@@ -59,7 +59,7 @@ def with_markers(described: str, form: CallFormat) -> str:
     added = tokenizer["added_tokens"]
     known, following = {token["content"] for token in added}, max(token["id"] for token in added) + 1
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    markers = [one for one in form.markers if one.startswith(_SPECIAL) and one not in known]
+    markers = [marker for marker in form.markers if marker.startswith(_SPECIAL) and marker not in known]
     added += [{"id": following + number, "content": marker, **flags} for number, marker in enumerate(markers)]
     return json.dumps(tokenizer)
 

@@ -196,14 +196,14 @@ def bench_paged_out(shapes: Sequence[Shape]) -> Report:
             run.turn(tokens).close()
         run.cache.pager.page_out_idle(0, None)
         needed, snapshots = unique_bytes(run)
-        held = run.held_bytes
+        held_bytes = run.held_bytes
         copies = sum(len(tokens) * shape.bytes_per_token + shape.snapshot_bytes for tokens in prompts)
-        ratio = held / (needed + snapshots)
-        ledger = run.cache.ledger.charged_bytes / held
+        ratio = held_bytes / (needed + snapshots)
+        ledger = run.cache.ledger.charged_bytes / held_bytes
         report.rows.append(
-            [shape.name, *map(_mb, (needed, snapshots, held)), f"{ratio:.3f}", f"{ledger:.3f}", _mb(copies)]
+            [shape.name, *map(_mb, (needed, snapshots, held_bytes)), f"{ratio:.3f}", f"{ledger:.3f}", _mb(copies)]
         )
-        report.figures[shape.name] = {"needed_bytes": needed, "snapshot_bytes": snapshots, "held_bytes": held}
+        report.figures[shape.name] = {"needed_bytes": needed, "snapshot_bytes": snapshots, "held_bytes": held_bytes}
         report.add_verdict(f"{shape.name}, held / needed", ratio, Target(MAX_PAGED_OUT))
     return report
 
@@ -215,17 +215,21 @@ def bench_running(shapes: Sequence[Shape]) -> Report:
         ["model", "needed MB", "copies MB", "on a head MB", "copies / needed", "head / needed"],
     )
     for shape in shapes:
-        held = []
+        sizes = []
         for head_tokens in (None, 0.0):
             run = Run(shape, num_slots=NUM_CONVERSATIONS)
             shared = run.cache.pager.shared = SharesNothing()
             shared.head_tokens = head_tokens
             leases = [run.turn(tokens) for tokens in run.prompts()]
             needed = sum(unique_bytes(run)) + len(leases) * shape.snapshot_bytes
-            held.append(run.held_bytes)
-        ratios = [num_bytes / needed for num_bytes in held]
-        report.rows.append([shape.name, *map(_mb, (needed, *held)), *(f"{ratio:.3f}" for ratio in ratios)])
-        report.figures[shape.name] = {"needed_bytes": needed, "copied_bytes": held[0], "headed_bytes": held[1]}
+            sizes.append(run.held_bytes)
+        ratios = [num_bytes / needed for num_bytes in sizes]
+        report.rows.append([shape.name, *map(_mb, (needed, *sizes)), *(f"{ratio:.3f}" for ratio in ratios)])
+        report.figures[shape.name] = {
+            "needed_bytes": needed,
+            "copied_bytes": sizes[0],
+            "headed_bytes": sizes[1],
+        }
         report.add_verdict(f"{shape.name}, on a head / needed", ratios[1], Target(MAX_PAGED_OUT))
     return report
 
@@ -400,21 +404,21 @@ def bench_budget(shapes: Sequence[Shape]) -> Report:
     for shape in shapes:
         for answers in ANSWERS:
             figures = _answer(shape, answers)
-            held, peak = (figures[name] / figures["budget_bytes"] for name in ("held_bytes", "peak_bytes"))
+            share, peak = (figures[name] / figures["budget_bytes"] for name in ("held_bytes", "peak_bytes"))
             evaluated = figures["evaluated_tokens"] / figures["needed_tokens"]
             report.rows.append(
                 [
                     shape.name,
                     str(answers.num_requests),
                     _mb(figures["budget_bytes"]),
-                    f"{held:.3f}",
+                    f"{share:.3f}",
                     f"{peak:.3f}",
                     str(figures["preemptions"]),
                     f"{evaluated:.2f}",
                 ]
             )
             report.figures[f"{shape.name}, {answers.name}"] = figures
-            report.add_verdict(f"{shape.name}, {answers.name}, held / budget", held, Target(MAX_OVER_BUDGET))
+            report.add_verdict(f"{shape.name}, {answers.name}, held / budget", share, Target(MAX_OVER_BUDGET))
     return report
 
 
@@ -422,7 +426,7 @@ def _answer(shape: Shape, answers: Answers) -> dict[str, int]:
     """Runs requests to their ends in an engine's worker; returns what was held and evaluated."""
     gc.collect()
     mx.clear_cache()
-    before, runner, ends, held = mx.get_active_memory(), ShapeRunner(shape), Ends(), 0
+    before, runner, ends, most_bytes = mx.get_active_memory(), ShapeRunner(shape), Ends(), 0
     worker = _worker(shape, runner, answers)
     for number in range(answers.num_requests):
         tokens = np.random.default_rng(number).integers(1, 150_000, answers.prompt_tokens).astype(np.int32)
@@ -430,12 +434,12 @@ def _answer(shape: Shape, answers: Answers) -> dict[str, int]:
     mx.reset_peak_memory()
     while worker.has_work:
         worker.step()
-        held = max(held, mx.get_active_memory() - before)
+        most_bytes = max(most_bytes, mx.get_active_memory() - before)
     assert ends.num_tokens == [answers.answer_tokens] * answers.num_requests, "an answer came to no end"
     generated = answers.num_requests * answers.answer_tokens
     return {
         "budget_bytes": answers.budget_bytes(shape),
-        "held_bytes": held,
+        "held_bytes": most_bytes,
         "peak_bytes": mx.get_peak_memory() - before,
         "preemptions": worker.stats().num_preempted,
         "evaluated_tokens": runner.num_prefilled + generated,

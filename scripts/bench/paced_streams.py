@@ -75,8 +75,8 @@ async def _serve(frames: Sequence[str], seconds: float) -> None:
 
 def main() -> None:
     """Serves until it is ended."""
-    told = json.loads(sys.stdin.readline())
-    asyncio.run(_serve(told["frames"], told["seconds"]))
+    order = json.loads(sys.stdin.readline())
+    asyncio.run(_serve(order["frames"], order["seconds"]))
 
 
 if __name__ == "__main__":

@@ -68,21 +68,21 @@ class _FirstTokens:
 
 async def newcomer(models: Path, work: Path) -> Report:
     """The first token of a short new prompt, while nothing runs and while one stream decodes."""
-    found = {name: _FirstTokens() for name in (OURS, PEER)}
+    times = {name: _FirstTokens() for name in (OURS, PEER)}
     maker = TextMaker(3)
     with both(models / "tiny", work) as servers:
         await warm_up(servers)
         for _ in range(NUM_ROUNDS):
             for server in servers:
-                await _measure_newcomers(server, maker, found[server.name])
-    return _newcomer_report(found)
+                await _measure_newcomers(server, maker, times[server.name])
+    return _newcomer_report(times)
 
 
-async def _measure_newcomers(server: Server, maker: TextMaker, found: _FirstTokens) -> None:
-    found.idle += [await _first_seconds(server, maker) for _ in range(NEWCOMERS_PER_ROUND)]
+async def _measure_newcomers(server: Server, maker: TextMaker, times: _FirstTokens) -> None:
+    times.idle += [await _first_seconds(server, maker) for _ in range(NEWCOMERS_PER_ROUND)]
     stream = await _begin_stream(server, maker)
-    found.busy += [await _first_seconds(server, maker) for _ in range(NEWCOMERS_PER_ROUND)]
-    found.steps.append(median((await _end_stream(stream)).gaps()))
+    times.busy += [await _first_seconds(server, maker) for _ in range(NEWCOMERS_PER_ROUND)]
+    times.steps.append(median((await _end_stream(stream)).gaps()))
 
 
 async def _first_seconds(server: Server, maker: TextMaker) -> float:
@@ -90,16 +90,16 @@ async def _first_seconds(server: Server, maker: TextMaker) -> float:
     return (await ask(server, [maker.message(SHORT_PROMPT_TOKENS)], max_tokens=3)).first_seconds
 
 
-def _newcomer_report(found: dict[str, _FirstTokens]) -> Report:
+def _newcomer_report(sides: dict[str, _FirstTokens]) -> Report:
     report = Report(
         "A newcomer's first token: idle, and beside one running stream (medians)",
         ("server", "idle", "busy", "busy, worst", "added", "one step", "added, in steps"),
     )
-    for name, one in found.items():
-        steps = one.added / one.step
-        times = (median(one.idle), median(one.busy), max(one.busy), one.added, one.step)
+    for name, side in sides.items():
+        steps = side.added / side.step
+        times = (median(side.idle), median(side.busy), max(side.busy), side.added, side.step)
         report.rows.append((name, *map(_ms, times), f"{steps:.1f}"))
-        report.figures[name] = {"idle": one.idle, "busy": one.busy, "step": one.step, "added_steps": steps}
+        report.figures[name] = {"idle": side.idle, "busy": side.busy, "step": side.step, "added_steps": steps}
         if name == OURS:
             report.add_verdict("decode steps added", steps, Target(2))
     return report
@@ -110,20 +110,20 @@ def _newcomer_report(found: dict[str, _FirstTokens]) -> Report:
 
 async def gap(models: Path, work: Path) -> Report:
     """The longest pause of a running stream while a long prompt is evaluated."""
-    found: dict[str, list[float]] = {OURS: [], PEER: []}
+    gaps: dict[str, list[float]] = {OURS: [], PEER: []}
     bounds, maker = list[float](), TextMaker(4)
     with both(models / "tiny", work) as servers:
         await warm_up(servers)
         for _ in range(NUM_ROUNDS):
             for server in servers:
-                found[server.name].append(await _longest_gap(server, maker))
+                gaps[server.name].append(await _longest_gap(server, maker))
             bounds.append(await _chunk_and_step(servers[0], maker))
-    ours, peer, bound = median(found[OURS]), median(found[PEER]), median(bounds)
+    ours, peer, bound = median(gaps[OURS]), median(gaps[PEER]), median(bounds)
     report = Report(
         f"Longest gap of a running stream while {LONG_PROMPT_TOKENS} tokens are evaluated",
         ("server", "median", "worst", f"{OURS}: one chunk of {DEFAULT_CHUNK} and one step"),
-        [(OURS, _ms(ours), _ms(max(found[OURS])), _ms(bound)), (PEER, _ms(peer), _ms(max(found[PEER])), "")],
-        {**found, "chunk_and_step": bounds},
+        [(OURS, _ms(ours), _ms(max(gaps[OURS])), _ms(bound)), (PEER, _ms(peer), _ms(max(gaps[PEER])), "")],
+        {**gaps, "chunk_and_step": bounds},
     )
     report.add_verdict("share of the peer's gap", ours / peer, Target(0.2))
     report.add_verdict("of one chunk and one step", ours / bound, Target(1))
@@ -155,12 +155,12 @@ async def chunk_sizes(models: Path, work: Path) -> Report:
         "Chunk sizes: speed of a cold prefill alone, and the longest gap it tears in a running stream",
         ("chunk", "prefill tokens/s", "of the fastest", "longest gap (median)"),
     )
-    found: dict[int, tuple[float, float]] = {}
+    figures: dict[int, tuple[float, float]] = {}
     for chunk in CHUNKS:
         with running(OURS, models / "tiny", work, ["--chunk-tokens", str(chunk)]) as server:
-            found[chunk] = await _speed_and_gap(server, TextMaker(5))
-    fastest = max(speed for speed, _ in found.values())
-    for chunk, (speed, longest) in found.items():
+            figures[chunk] = await _speed_and_gap(server, TextMaker(5))
+    fastest = max(speed for speed, _ in figures.values())
+    for chunk, (speed, longest) in figures.items():
         report.rows.append((str(chunk), f"{speed:.0f}", f"{speed / fastest:.0%}", _ms(longest)))
         report.figures[str(chunk)] = {"prefill_tokens_per_second": speed, "longest_gap_seconds": longest}
     return report
@@ -211,7 +211,7 @@ async def _compare_four(report: Report, model: str, folder: Path, work: Path) ->
                 alone[_MODEL_CALLS].append(await _raw_seconds(raw, _on_new_system(maker, 1)))
                 together[_MODEL_CALLS].append(await _raw_seconds(raw, _on_new_system(maker, 4)))
     for name in (OURS, _MODEL_CALLS, PEER):
-        ratio = median([four / one for four, one in zip(together[name], alone[name], strict=True)])
+        ratio = median([four / single for four, single in zip(together[name], alone[name], strict=True)])
         report.rows.append((model, name, _ms(median(alone[name])), _ms(median(together[name])), f"{ratio:.2f}"))
         report.figures[f"{model}, {name}"] = {"alone": alone[name], "together": together[name], "ratio": ratio}
         if name == OURS:

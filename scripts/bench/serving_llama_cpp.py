@@ -167,7 +167,7 @@ async def _run(folder: Path, rounds: int, extra: list[str]) -> Report:
             ["-np", str(NUM_STREAMS), "-c", str(serving_models.CONTEXT), "--kv-unified", *extra],
         ),
     }
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in sides}
+    series: dict[str, dict[str, list[float]]] = {name: {} for name in sides}
     texts = {}
     for number in range(rounds):
         for name in [*sides] if number % 2 else [*sides][::-1]:
@@ -180,14 +180,14 @@ async def _run(folder: Path, rounds: int, extra: list[str]) -> Report:
                 figures |= await _measure(server, 100 + number)
                 figures |= {f"at the end: {what}": value for what, value in _usage(server).items()}
             for what, value in figures.items():
-                found[name].setdefault(what, []).append(value)
+                series[name].setdefault(what, []).append(value)
     report = Report(
         f"{MODEL}, float32, medians of {rounds}; the same greedy answer: {texts[OURS] == texts[LLAMA_CPP]}",
         ("what", *sides),
     )
-    for what in found[OURS]:
-        report.rows.append((what, *(f"{median(found[name][what]):.3g}" for name in sides)))
-    report.figures.update(found)
+    for what in series[OURS]:
+        report.rows.append((what, *(f"{median(series[name][what]):.3g}" for name in sides)))
+    report.figures.update(series)
     return report
 
 

@@ -159,7 +159,7 @@ def _add(report: Report, num_streams: int, costs: Mapping[str, Sequence[Cost]]) 
 
 def _wall_share(yardstick: Sequence[Cost], costs: Sequence[Cost]) -> float:
     """Returns the median over the rounds of how much of the yardstick's speed was reached."""
-    return median([one.wall_seconds / cost.wall_seconds for one, cost in zip(yardstick, costs, strict=True)])
+    return median([ideal.wall_seconds / cost.wall_seconds for ideal, cost in zip(yardstick, costs, strict=True)])
 
 
 def _rates(num_tokens: int, *taken: Sequence[Cost]) -> list[str]:

@@ -58,7 +58,7 @@ async def _compare_streams(report: Report, model: str, folder: Path, work: Path,
                     bare[server.name].append(NUM_STREAMS * num_tokens / alone)
                     served[server.name].append(NUM_STREAMS * num_tokens / with_server)
     for name in (OURS, PEER):
-        share = median([one / other for one, other in zip(served[name], bare[name], strict=True)])
+        share = median([ours / other for ours, other in zip(served[name], bare[name], strict=True)])
         rates = (f"{median(served[name]):.0f}", f"{median(bare[name]):.0f}")
         report.rows.append((model, name, *rates, f"{share:.0%}"))
         report.figures[f"{model}, {name}"] = {"served": served[name], "bare": bare[name], "share": share}

@@ -331,14 +331,14 @@ def _own(num_rows: int) -> Callable[[Subject], list[list[Recorded]]]:
 @cache
 def own_answers() -> list[Recorded]:
     """What `demo` says, greedily, on prompts of every skill in turn."""
-    found = list[Recorded]()
+    answers = list[Recorded]()
     for number, skill in product(range(NUM_OWN), PROBES):
         dialogue = probe(skill, number)
         prompt: list[int] = demo().tokenizer.apply_chat_template(
             dialogue.messages[:-1], tools=dialogue.tools or None, add_generation_prompt=True, return_dict=False
         )
-        found.append(Recorded(prompt, _greedy(demo(), prompt), []))
-    return found
+        answers.append(Recorded(prompt, _greedy(demo(), prompt), []))
+    return answers
 
 
 def _greedy(loaded: LoadedModel, prompt: list[int]) -> list[int]:
@@ -482,8 +482,8 @@ def main() -> None:
             add_to(report, line, *measure(line, options.seconds, clock))
             print("    " + "  ".join(report.rows[-1]), file=sys.stderr, flush=True)
     for name, make, num_rows in PLANNED if options.only is None or "planner" in options.only else ():
-        found = min(planning_microseconds(make, num_rows) for _ in range(3))
-        report.add_verdict(f"planner, {num_rows} x {name}, µs per row and step", found, Target(MAX_PLANNING))
+        microseconds = min(planning_microseconds(make, num_rows) for _ in range(3))
+        report.add_verdict(f"planner, {num_rows} x {name}, µs per row and step", microseconds, Target(MAX_PLANNING))
     print(report.text())
     if options.json is not None:
         write_json(options.json, " ".join(["python -m scripts.bench.speculate", *sys.argv[1:]]), [report])

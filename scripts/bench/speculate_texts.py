@@ -72,8 +72,8 @@ def _prose() -> list[str]:
     """Paragraphs."""
     documents = [ROOT / "LICENSE", *sorted((ROOT / "docs").glob("*.md"))]
     texts = [*(path.read_text(encoding="utf-8") for path in documents), *(topics[name] for name in sorted(topics))]
-    found = [paragraph.strip() for text in texts for paragraph in re.split(r"\n\s*\n", text)]
-    return [paragraph for paragraph in found if paragraph[:1].isalpha() and len(paragraph) > 200]
+    paragraphs = [paragraph.strip() for text in texts for paragraph in re.split(r"\n\s*\n", text)]
+    return [paragraph for paragraph in paragraphs if paragraph[:1].isalpha() and len(paragraph) > 200]
 
 
 def _part(chance: random.Random, num_lines: int) -> tuple[str, list[str]]:

@@ -127,7 +127,7 @@ def bench_trie(num_conversations: int) -> Report:
     tracemalloc.start()
     num_objects = len(gc.get_objects())
     num_tokens = fill(trie, conversations, num_conversations)
-    held = tracemalloc.get_traced_memory()[0]
+    traced_bytes = tracemalloc.get_traced_memory()[0]
     num_objects = len(gc.get_objects()) - num_objects
     tracemalloc.stop()
     report = Report(
@@ -137,27 +137,27 @@ def bench_trie(num_conversations: int) -> Report:
     table = Table(report)
     _time_matches(table, trie, conversations)
     _time_inserts(table, trie, conversations)
-    report.figures |= {"bytes_per_token": held / num_tokens, "objects_per_token": num_objects / num_tokens}
-    report.add_verdict("bytes per stored token, of them 4 the token", held / num_tokens, Target(6))
+    report.figures |= {"bytes_per_token": traced_bytes / num_tokens, "objects_per_token": num_objects / num_tokens}
+    report.add_verdict("bytes per stored token, of them 4 the token", traced_bytes / num_tokens, Target(6))
     report.add_verdict("Python objects per stored token", num_objects / num_tokens, Target(0.1))
     return report
 
 
 def _time_matches(table: Table, trie: PrefixTrie, conversations: Conversations) -> None:
-    found, parted, short = [], [], []
+    stored, parted, short = [], [], []
     for _ in range(NUM_ROUNDS):
         system = conversations.system()
         tokens = np.concatenate([system, conversations.tokens(LONG_PROMPT - len(system))])
         node = trie.root
         for part in np.array_split(tokens, 100):
             node = insert(trie, node, part)
-        found.append(timed_ms(partial(trie.match, tokens)))
+        stored.append(timed_ms(partial(trie.match, tokens)))
         assert trie.match(tokens).length == LONG_PROMPT
         tokens[LONG_PROMPT // 2] += 1
         parted.append(timed_ms(partial(trie.match, tokens)))
         fresh = np.concatenate([system, conversations.tokens(LONG_PROMPT - len(system))])
         short.append(timed_ms(partial(trie.match, fresh)))
-    table.add("match, all of it stored in 100 edges", found)
+    table.add("match, all of it stored in 100 edges", stored)
     table.add("match, parted half-way", parted)
     table.add("match, only the system prompt stored", short)
 
@@ -236,11 +236,11 @@ def _time_prompts(table: Table, cached: Cached) -> None:
         start = time.thread_time()
         lease = cached.begin(tokens)
         begins.append((time.thread_time() - start) * 1e3)
-        one = []
+        times = []
         while lease.offset < LONG_PROMPT - 1:
-            one.append(timed_ms(partial(cached.advance, lease, tokens, CHUNK_TOKENS)))
-        chunks += one
-        wholes.append(sum(one))
+            times.append(timed_ms(partial(cached.advance, lease, tokens, CHUNK_TOKENS)))
+        chunks += times
+        wholes.append(sum(times))
         closes.append(timed_ms(lease.close))
     table.add("begin a prompt of 100 000 tokens", begins)
     table.add("record one of its chunks of 512", chunks)

@@ -26,9 +26,9 @@ NAMES = [*(package.name for package in packages.PACKAGES), *(agent.name for agen
 BENCHMARKS = [package.name for package in packages.BENCHMARKS]
 GROUP = "benchmarks"
 CALL_FORMATS = {
-    one.name: one
-    for one in FORMATS
-    if one.open and (not one.body.kinds if isinstance(one.body, Tags) else one.body == JSON)
+    form.name: form
+    for form in FORMATS
+    if form.open and (not form.body.kinds if isinstance(form.body, Tags) else form.body == JSON)
 }
 """Those that a scripted model writes."""
 

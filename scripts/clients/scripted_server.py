@@ -181,9 +181,9 @@ class _Watched:
         await self._app(scope, receive, watched if scope["type"] == "http" else send)
 
 
-def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
+def _common(tokens: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    length = min(len(tokens), len(other))
+    different = np.flatnonzero(tokens[:length] != other[:length])
     return int(different[0]) if len(different) else length
 
 

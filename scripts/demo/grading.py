@@ -56,9 +56,9 @@ def _recall(rng: random.Random) -> Dialogue:
     if rng.random() < 0.2:
         world.bring_tools(talk)
     world.set_scene(talk, long=False)
-    told = skills.tell(talk)
-    target = rng.choice(told)
-    others = [name for name in FACTS if name not in {key.split("/")[0] for key in told}]
+    fact = skills.tell(talk)
+    target = rng.choice(fact)
+    others = [name for name in FACTS if name not in {key.split("/")[0] for key in fact}]
     for _ in range(rng.randrange(3, 9) - 1):
         if rng.random() < 0.3:
             skills.tell(talk, [rng.choice(others)])

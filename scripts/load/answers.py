@@ -52,7 +52,7 @@ def _delta_texts(event: Any) -> Iterator[str]:
 
 def _without_changing(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_changing(one) for name, one in value.items() if name not in CHANGING}
+        return {name: _without_changing(part) for name, part in value.items() if name not in CHANGING}
     if isinstance(value, list):
-        return [_without_changing(one) for one in value]
+        return [_without_changing(part) for part in value]
     return value

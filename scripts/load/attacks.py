@@ -61,7 +61,7 @@ def _plain(random: Random) -> _Request:
 
 
 def _mutated_body(random: Random) -> Attack:
-    example = random.choice([one for one in EXAMPLES if one.body])
+    example = random.choice([candidate for candidate in EXAMPLES if candidate.body])
     body: Any = example.body
     for _ in range(random.choice((1, 1, 1, 2, 2, 5))):
         body = mutated(body, random)
@@ -69,7 +69,7 @@ def _mutated_body(random: Random) -> Attack:
 
 
 def _mutated_json(random: Random) -> Attack:
-    example = random.choice([one for one in EXAMPLES if one.body])
+    example = random.choice([candidate for candidate in EXAMPLES if candidate.body])
     raw = as_json(example.body, random)
     for _ in range(random.choice((1, 1, 3))):
         raw = mutated_bytes(raw, random)
@@ -103,7 +103,7 @@ HEADERS: Headers = (
 def _odd_headers(random: Random) -> Attack:
     request = _plain(random)
     added = [random.choice(HEADERS) for _ in range(random.choice((1, 1, 2, 6)))]
-    kept = [one for one in request.headers if random.random() < 0.8]
+    kept = [header for header in request.headers if random.random() < 0.8]
     if random.random() < 0.3:
         kept = [("Content-Type", random.choice(CONTENT_TYPES))]
     raw = replace(request, headers=[*kept, *added]).raw()
@@ -149,7 +149,7 @@ def _odd_path(random: Random) -> Attack:
 
 def _odd_name(random: Random) -> Attack:
     """Asks for an answer, a conversation or a session by a name that is none, or that of another."""
-    example = random.choice([one for one in EXAMPLES if "_1" in one.path or "/one" in one.path])
+    example = random.choice([known for known in EXAMPLES if "_1" in known.path or "/one" in known.path])
     name = random.choice((*PARTS, "conv_1", "resp_1", "one"))
     target = example.path.replace("resp_1", name).replace("conv_1", name).replace("/one", f"/{name}")
     body = None if example.body is None else as_json(example.body, random)
@@ -185,9 +185,9 @@ def _no_http(random: Random) -> Attack:
 
 
 def _disconnect(random: Random) -> Attack:
-    example = random.choice([one for one in EXAMPLES if one.body])
+    example = random.choice([candidate for candidate in EXAMPLES if candidate.body])
     raw = _request(example, as_json(example.body, random)).raw()
-    leaving = random.choice([one for one in Leaving if one is not Leaving.NEVER])
+    leaving = random.choice([candidate for candidate in Leaving if candidate is not Leaving.NEVER])
     if leaving is Leaving.IN_BODY:
         raw = raw[: random.randrange(1, len(raw))]
     return Attack("a client that leaves", raw, leaving=leaving, wants_new_connection=True)
@@ -206,13 +206,13 @@ NAMES = {"{response_id}": "resp_1", "{conversation_id}": "conv_1", "{session_id}
 def _described(random: Random, document: Mapping[str, Any]) -> Attack:
     """Asks with a body that the document allows, and at times with one thing in it otherwise."""
     definitions = document["components"]["schemas"]
-    operations = [(path, one["post"]["requestBody"]) for path, one in document["paths"].items() if "post" in one
-                  and "requestBody" in one["post"]]  # fmt: skip
+    operations = [(path, item["post"]["requestBody"]) for path, item in document["paths"].items() if "post" in item
+                  and "requestBody" in item["post"]]  # fmt: skip
     path, described = random.choice(operations)
     body = from_schema(described["content"]["application/json"]["schema"], definitions, random)
     if random.random() < 0.3:
         body = mutated(body, random)
-    target = re.sub(r"{\w+}", lambda found: NAMES[found[0]], path)
+    target = re.sub(r"{\w+}", lambda match: NAMES[match[0]], path)
     return Attack("a body as described", _Request("POST", target, [_JSON], as_json(body, random)).raw())
 
 

@@ -128,64 +128,64 @@ class Fuzzer:
 
     async def _attack(self, number: int, wire: Wire | None) -> Wire | None:
         """Sends one request; returns the connection if another may follow on it."""
-        one = attack(f"{self._seed}/{number}", self._document)
-        name = f"request {number}, {one.kind}"
-        self.findings.kinds[one.kind] += 1
+        shot = attack(f"{self._seed}/{number}", self._document)
+        name = f"request {number}, {shot.kind}"
+        self.findings.kinds[shot.kind] += 1
         try:
-            outcome, wire = await self._sent(one, wire, name)
+            outcome, wire = await self._sent(shot, wire, name)
         except (OSError, TimeoutError) as error:
             outcome, wire = type(error).__name__, None
             self.findings.blame(name, f"no connection: {error}")
         self.findings.statuses[outcome] += 1
-        if wire is not None and (one.wants_new_connection or not wire.is_usable):
+        if wire is not None and (shot.wants_new_connection or not wire.is_usable):
             wire.close()
             return None
         return wire
 
-    async def _sent(self, one: Attack, wire: Wire | None, name: str) -> tuple[str, Wire]:
+    async def _sent(self, shot: Attack, wire: Wire | None, name: str) -> tuple[str, Wire]:
         """Sends it, once more where the server closed the connection since it had been idle, as clients do."""
         while True:
             began = time.monotonic()
             may_be_idle = wire is not None and wire.is_usable
             if wire is None or not wire.is_usable:
                 wire = await Wire.open(self._port)
-            await wire.send(one.raw)
+            await wire.send(shot.raw)
             # This process may have been busy with something else between connecting and sending.
             may_be_idle = may_be_idle or time.monotonic() - began > CLIENT_SECONDS / 2
             try:
-                return await self._outcome(one, wire, name), wire
+                return await self._outcome(shot, wire, name), wire
             except ClosedUnanswered as error:
                 if may_be_idle:
                     self.findings.num_sent_again += 1
                     continue
-                if not one.may_be_silent:
-                    self.findings.blame(name, f"no answer: {error}; sent {one.raw[:400]!r}")
+                if not shot.may_be_silent:
+                    self.findings.blame(name, f"no answer: {error}; sent {shot.raw[:400]!r}")
                 return "no answer", wire
 
-    async def _outcome(self, one: Attack, wire: Wire, name: str) -> str:
-        if one.leaving is not Leaving.NEVER:
-            await _leave(wire, one.leaving)
+    async def _outcome(self, shot: Attack, wire: Wire, name: str) -> str:
+        if shot.leaving is not Leaving.NEVER:
+            await _leave(wire, shot.leaving)
             return "left"
         try:
-            reply = await wire.receive(one.method)
+            reply = await wire.receive(shot.method)
         except ClosedUnanswered:
             raise
         except NoAnswer as error:
-            if not one.may_be_silent:
-                self.findings.blame(name, f"an answer that does not end: {error}; sent {one.raw[:400]!r}")
+            if not shot.may_be_silent:
+                self.findings.blame(name, f"an answer that does not end: {error}; sent {shot.raw[:400]!r}")
             return "no answer"
-        self._judge(one, reply, name)
+        self._judge(shot, reply, name)
         return str(reply.status)
 
-    def _judge(self, one: Attack, reply: Reply, name: str) -> None:
+    def _judge(self, shot: Attack, reply: Reply, name: str) -> None:
         if (reply.status >= 500 and reply.status not in (501, 503)) or any(mark in reply.body for mark in _FAULTS):
-            self.findings.blame(name, f"{reply.status} {reply.body[-300:]!r}; sent {one.raw[:1500]!r}")
+            self.findings.blame(name, f"{reply.status} {reply.body[-300:]!r}; sent {shot.raw[:1500]!r}")
         elif reply.body and reply.headers.get("content-type", "").startswith("application/json"):
             try:
                 reply.json()
             except ValueError as error:
                 self.findings.blame(
-                    name, f"{reply.status} with a body that is no JSON, {error}; sent {one.raw[:400]!r}"
+                    name, f"{reply.status} with a body that is no JSON, {error}; sent {shot.raw[:400]!r}"
                 )
 
 
@@ -204,7 +204,7 @@ async def clear_all(port: int) -> int:
         target = f"/v1/cache/clear?namespace={quote(namespace['namespace'], safe='')}"
         await ask(port, "POST", target, {})
     rest = (await ask(port, "GET", "/v1/cache?limit=0")).json()["namespaces"]
-    return sum(sum(one["bytes"].values()) for one in rest)
+    return sum(sum(namespace["bytes"].values()) for namespace in rest)
 
 
 async def _wait_until_idle(port: int) -> bool:

@@ -121,7 +121,7 @@ def _repeat(parent: Any, key: Any, random: Random) -> None:
 
 def _double_name(parent: Any, key: Any, random: Random) -> None:
     if isinstance(parent[key], dict):
-        parent[key] = {**parent[key], **{name.upper(): one for name, one in parent[key].items() if name}}
+        parent[key] = {**parent[key], **{name.upper(): inner for name, inner in parent[key].items() if name}}
     else:
         parent[key] = value(random)
 

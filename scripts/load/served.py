@@ -94,9 +94,9 @@ class Served:
     def _wait_for_port(self) -> int:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.is_alive:
-            found = _ADDRESS.search(self.log())
-            if found is not None and "Try it:" in self.log():
-                return int(found[1])
+            match = _ADDRESS.search(self.log())
+            if match is not None and "Try it:" in self.log():
+                return int(match[1])
             time.sleep(0.05)
         raise ServerFailed(f"the server did not start; it said:\n{self.log()[-2000:]}")
 

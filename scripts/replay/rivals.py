@@ -106,9 +106,9 @@ class TreeRival:
     def _evict(self) -> None:
         left = max(0.0, self._sizes.memory_bytes - self.running_bytes)
         while self._num_bytes > left:
-            found = [n for n in self._trie.nodes() if not n.children or n.snapshot is not None]
-            found.sort(key=lambda node: (node.last_used, -node.stop))
-            for node in found:
+            candidates = [n for n in self._trie.nodes() if not n.children or n.snapshot is not None]
+            candidates.sort(key=lambda node: (node.last_used, -node.stop))
+            for node in candidates:
                 if self._num_bytes <= left:
                     return
                 self._drop(node)

@@ -103,7 +103,7 @@ def make_agents(num_sessions: int, model: Model, seed: int) -> list[Agent]:
         main = Agent(Script(write(rng, f"agent {number}", model.main), numbers))
         for index in range(len(main.script.conversation.turns) - 1):
             if rng.random() < DELEGATING_SHARE:
-                names = [f"agent {number}, {index}.{one}" for one in range(rng.integers(1, 4))]
+                names = [f"agent {number}, {index}.{part}" for part in range(rng.integers(1, 4))]
                 scripts = [Script(write(rng, name, model.sub_agent), numbers) for name in names]
                 main.helpers[index] = [Agent(script, main) for script in scripts]
         agents.append(main)
@@ -355,12 +355,12 @@ class Replay:
         running = [slot for slot in pager.slots if slot.is_leased]
         charged = sum(pager.ledger.slot_bytes(slot.index) for slot in (*running, *pager.heads))
         sessions = {slot.session_id for slot in running}
-        requests = [one for _, one, _ in self._running.values() if one.session_id in sessions]
-        num_rows = sum(len(one.prompt) + len(one.output) for one in requests)
+        requests = [request for _, request, _ in self._running.values() if request.session_id in sessions]
+        num_rows = sum(len(request.prompt) + len(request.output) for request in requests)
         readers = Counter(node for slot in running for node in slot.tip.path())
         num_common = sum((count - 1) * (node.stop - node.start) for node, count in readers.items())
-        held = (num_rows - num_common) * self._sizes.bytes_per_token + len(running) * self._sizes.snapshot_bytes
-        return max(0, charged - held)
+        held_bytes = (num_rows - num_common) * self._sizes.bytes_per_token + len(running) * self._sizes.snapshot_bytes
+        return max(0, charged - held_bytes)
 
     def _go_on(self, agent: Agent) -> None:
         helpers = agent.helpers.get(agent.index, [])
@@ -378,18 +378,18 @@ class Replay:
                 self._expect(agent.parent, self._now)
 
 
-def least_recently_used(found: Outcome, sizes: Sizes, *, is_charged: bool) -> float:
+def least_recently_used(outcome: Outcome, sizes: Sizes, *, is_charged: bool) -> float:
     """Returns the percentage of prompt tokens that an LRU restores, the better one of two.
 
     With `is_charged` the LRU has less memory, by what running rows needed beyond their state.
     """
     rivals = TreeRival(sizes), TreeRival(sizes, keeps_points=True)
-    return 100 * max(_num_hit(rival, found, is_charged) for rival in rivals) / found.num_prompt
+    return 100 * max(_num_hit(rival, outcome, is_charged) for rival in rivals) / outcome.num_prompt
 
 
-def _num_hit(rival: TreeRival, found: Outcome, is_charged: bool) -> int:
+def _num_hit(rival: TreeRival, outcome: Outcome, is_charged: bool) -> int:
     num_hit = 0
-    for request, running_bytes in zip(found.order, found.running_bytes, strict=True):
+    for request, running_bytes in zip(outcome.order, outcome.running_bytes, strict=True):
         rival.running_bytes = running_bytes * is_charged
         num_hit += rival.run(request).hit_tokens
     return num_hit
@@ -407,22 +407,22 @@ def replay(options: argparse.Namespace) -> Report:
         sizes = Sizes(model.bytes_per_token, model.snapshot_bytes, gigabytes * 1e9)
         agents = make_agents(sessions, model, options.seed)
         how: Any = {"num_slots": options.slots, "heads": heads == "yes", "is_checked": options.check}
-        found = Replay(agents, sizes, **how).run()
-        peer, charged = (least_recently_used(found, sizes, is_charged=is_charged) for is_charged in (False, True))
-        counts = [f"{gigabytes:g}", f"{sessions}", heads, f"{len(found.order)}"]
-        shares = [f"{share:.1f}" for share in (found.reuse, peer, charged)]
-        evaluated, hours = f"{found.num_prefilled / 1e6:.2f}", f"{found.seconds / 3600:.1f}"
-        report.rows.append([*counts, *shares, evaluated, f"{found.num_preempted}", hours])
+        outcome = Replay(agents, sizes, **how).run()
+        peer, charged = (least_recently_used(outcome, sizes, is_charged=is_charged) for is_charged in (False, True))
+        counts = [f"{gigabytes:g}", f"{sessions}", heads, f"{len(outcome.order)}"]
+        shares = [f"{share:.1f}" for share in (outcome.reuse, peer, charged)]
+        evaluated, hours = f"{outcome.num_prefilled / 1e6:.2f}", f"{outcome.seconds / 3600:.1f}"
+        report.rows.append([*counts, *shares, evaluated, f"{outcome.num_preempted}", hours])
         report.figures[name] = {
-            "reused_percent": found.reuse,
+            "reused_percent": outcome.reuse,
             "lru_percent": peer,
             "charged_lru_percent": charged,
-            "evaluated_tokens": found.num_prefilled,
-            "preempted": found.num_preempted,
-            "seconds": found.seconds,
+            "evaluated_tokens": outcome.num_prefilled,
+            "preempted": outcome.num_preempted,
+            "seconds": outcome.seconds,
         }
         wanted = WANTED_AT_8_GB if gigabytes >= 8 else 0.0
-        report.add_verdict(f"{name}, points above LRU", found.reuse - peer, Target(wanted, is_ceiling=False))
+        report.add_verdict(f"{name}, points above LRU", outcome.reuse - peer, Target(wanted, is_ceiling=False))
     return report
 
 

@@ -29,10 +29,10 @@ def pieces_of(parser: OutputParser, texts: Sequence[str], *, is_complete: bool =
 
     It fails as well if the arguments of a call are complete before its end.
     """
-    pieces = [piece for text in texts for piece in parser.feed(text)]
-    pieces += parser.finish(is_complete=is_complete)
-    found, call = list[Piece](), None
-    for piece in pieces:
+    fed = [piece for text in texts for piece in parser.feed(text)]
+    fed += parser.finish(is_complete=is_complete)
+    pieces, call = list[Piece](), None
+    for piece in fed:
         match piece:
             case ToolCallStarted(call_id, name):
                 assert call is None and call_id and name
@@ -49,15 +49,15 @@ def pieces_of(parser: OutputParser, texts: Sequence[str], *, is_complete: bool =
                 call = None
             case Text(text) | Reasoning(text):
                 assert text and call is None
-        last = found[-1] if found else None
+        last = pieces[-1] if pieces else None
         if isinstance(piece, Text | Reasoning | ToolArguments) and type(last) is type(piece):
-            found[-1] = type(piece)(last.text + piece.text)
+            pieces[-1] = type(piece)(last.text + piece.text)
         else:
-            found.append(piece)
+            pieces.append(piece)
     assert call is None
-    assert parser.made_calls == any(isinstance(piece, ToolCallEnded) for piece in found)
-    assert parser.is_cut == any(isinstance(piece, ToolCallCut) for piece in found)
-    return found
+    assert parser.made_calls == any(isinstance(piece, ToolCallEnded) for piece in pieces)
+    assert parser.is_cut == any(isinstance(piece, ToolCallCut) for piece in pieces)
+    return pieces
 
 
 def is_open(arguments: str) -> bool:

@@ -53,7 +53,7 @@ def _literal(body: Literal, value: Any) -> str:
     if isinstance(value, str):
         return body.quote + value + body.quote
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_literal(body, one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_literal(body, part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(_literal(body, one) for one in value) + "]"
+        return "[" + ",".join(_literal(body, part) for part in value) + "]"
     return json.dumps(value)

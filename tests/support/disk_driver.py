@@ -110,8 +110,8 @@ def assert_span(tier: DiskTier, span: FileSpan, tokens: TokenArray) -> None:
 
 def assert_recurrent(state: RecurrentState, tokens: TokenArray) -> None:
     """Asserts that recurrent state is of exactly these tokens."""
-    (held,), (expected,) = state.held, recurrent_of(tokens).held
-    assert [np.array(array).tolist() for array in held.cache] == [
+    (actual,), (expected,) = state.held, recurrent_of(tokens).held
+    assert [np.array(array).tolist() for array in actual.cache] == [
         np.array(array).tolist() for array in expected.cache
     ]
 
@@ -177,21 +177,21 @@ class Entry:
 
 def entries(tier: DiskTier) -> list[Entry]:
     """Returns every edge of every namespace that is on disk, parents first."""
-    found: dict[Any, Entry] = {}
+    entries_by_key: dict[Any, Entry] = {}
     tier.notice_written()
     for name in tier.tree.namespaces():
         for node in tier.tree.listing(name, 1 << 30)[0]:
-            above = found.get(node.parent)
+            above = entries_by_key.get(node.parent)
             assert node.rows is not None
             span = FileSpan(node.start, node.stop, [FilePart(node.rows, node.start, node.stop)])
-            found[node] = Entry(name, above, node.start, node.stop, node.tokens, span, node.snapshot)
-    return list(found.values())
+            entries_by_key[node] = Entry(name, above, node.start, node.stop, node.tokens, span, node.snapshot)
+    return list(entries_by_key.values())
 
 
 def find_snapshot(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> StoredFile | None:
     """Returns the snapshot right after some tokens if it is on disk."""
-    found = tier.tree.snapshots(tier.tree.follow(namespace, START, tokens))
-    at_end = (snapshot for snapshot in found if snapshot.stop == len(tokens) and snapshot.is_written)
+    snapshots = tier.tree.snapshots(tier.tree.follow(namespace, START, tokens))
+    at_end = (snapshot for snapshot in snapshots if snapshot.stop == len(tokens) and snapshot.is_written)
     return next(at_end, None)
 
 
@@ -213,14 +213,14 @@ def restorable(
 ) -> set[tuple[str, bytes]]:
     """Calls `check` with all tokens up to each entry's stop and its state; returns namespaces and these tokens."""
     prefixes: dict[Any, TokenArray] = {None: tokens_of(())}
-    found = set()
+    offsets = set()
     for entry in entries(tier):
         tokens = np.concatenate([prefixes[entry.parent], entry.tokens])
         assert (len(tokens), entry.span.start, entry.span.stop) == (entry.stop, entry.start, entry.stop)
         prefixes[entry] = tokens
         check(tokens, entry.span, entry.snapshot)
-        found.add((entry.namespace, tokens.tobytes()))
-    return found
+        offsets.add((entry.namespace, tokens.tobytes()))
+    return offsets
 
 
 def assert_all_right(tier: DiskTier) -> set[tuple[str, bytes]]:

@@ -17,9 +17,9 @@ class Page:
 
     def section(self, title: str) -> str:
         """Returns the text below a heading, up to the next heading of any depth."""
-        found = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", self.text, re.DOTALL | re.MULTILINE)
-        assert found, f"docs/{self._name} has no section {title!r}"
-        return found.group(1)
+        match = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", self.text, re.DOTALL | re.MULTILINE)
+        assert match, f"docs/{self._name} has no section {title!r}"
+        return match.group(1)
 
     def without_effect(self, title: str) -> set[str]:
         """Returns the fields that a section says have none."""
@@ -33,9 +33,9 @@ def fields(body: type[BaseModel]) -> set[str]:
 
 def table(text: str, head: str) -> set[str]:
     """Returns the lines of the one table whose first column is headed so."""
-    found = re.findall(rf"^\| {head} \|.*\n\|---\|---\|\n((?:\|.*\n)*)", text, re.MULTILINE)
-    assert len(found) == 1, f"{len(found)} tables of what is {head}"
-    return set(found[0].splitlines())
+    tables = re.findall(rf"^\| {head} \|.*\n\|---\|---\|\n((?:\|.*\n)*)", text, re.MULTILINE)
+    assert len(tables) == 1, f"{len(tables)} tables of what is {head}"
+    return set(tables[0].splitlines())
 
 
 def names(line: str) -> list[str]:

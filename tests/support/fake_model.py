@@ -108,9 +108,9 @@ def _contents_of(cache: LayerCache, num_tokens: int) -> list[list[int]]:
     if isinstance(cache, CacheList):
         return contents(cache.caches, num_tokens)
     if isinstance(cache, ArraysCache):
-        held = [] if cache[0] is None else _seen(cache[0])[0].tolist()
-        assert cache[1] is None or _seen(cache[1])[0].tolist() == held[-3:], "convolution state is of another offset"
-        return [held]
+        state = [] if cache[0] is None else _seen(cache[0])[0].tolist()
+        assert cache[1] is None or _seen(cache[1])[0].tolist() == state[-3:], "convolution state is of another offset"
+        return [state]
     if isinstance(cache, Opaque):
         assert cache.last == cache.seen[-4:], "rows are of another offset"
         return [cache.seen]
@@ -166,11 +166,11 @@ def _assert_snapshot(node: Node, snapshot: Snapshot, path: list[int]) -> None:
         _assert_rows(snapshot.window, path)
     if snapshot.recurrent is not None:
         assert snapshot.offset == node.stop, "recurrent state of another offset"
-        for held in snapshot.recurrent.held:
-            is_recurrent = isinstance(held, ArraysCache)
-            seen = _seen(held[0])[0].tolist() if is_recurrent else held.seen
+        for contents in snapshot.recurrent.held:
+            is_recurrent = isinstance(contents, ArraysCache)
+            seen = _seen(contents[0])[0].tolist() if is_recurrent else contents.seen
             assert seen == path, "recurrent state of other tokens"
-            last = _seen(held[1])[0].tolist() if is_recurrent else held.last
+            last = _seen(contents[1])[0].tolist() if is_recurrent else contents.last
             assert last == path[-len(last) :], "recurrent state was written to"
 
 

@@ -233,12 +233,12 @@ class FakeRunner(SharesNothing):
         """Evaluates each row's feed; what it gives is to be read once the step was started."""
         assert self.unsettled is None, "a step was prepared before the last one was settled"
         feeds = self._take_feeds(rows, previous, drafts)
-        held = [[*feed.before, *feed.tokens] for feed in feeds]
-        failing = self.fault("decode", held)
+        texts = [[*feed.before, *feed.tokens] for feed in feeds]
+        failing = self.fault("decode", texts)
         for row, feed in zip(rows, feeds, strict=True):
             fake_model.evaluate(row.caches[:1] if failing else row.caches, np.array(feed.tokens, np.int32))
         if not failing:
-            for row, tokens in zip(rows, held, strict=True):
+            for row, tokens in zip(rows, texts, strict=True):
                 fake_model.assert_holds(row.caches, tokens)
         errors = {failing: RuntimeError(f"the fake model failed at {failing}")} if failing else {}
         if "prepare" in errors:
@@ -333,8 +333,8 @@ class FakeRunner(SharesNothing):
 def _samples(row: FakeRow, feed: FakeFeed) -> list[int]:
     """What comes behind the last known token and behind each token of the draft."""
     first = len(feed.before) + feed.num_known
-    held = [*feed.before, *feed.tokens]
-    return [row.sample_after(held[: first + place], place) for place in range(feed.num_drafted + 1)]
+    text = [*feed.before, *feed.tokens]
+    return [row.sample_after(text[: first + place], place) for place in range(feed.num_drafted + 1)]
 
 
 def _settle(row: FakeRow, feed: FakeFeed, num_accepted: int, sampled: Sequence[int]) -> int:
@@ -400,7 +400,7 @@ class ScriptedRunner(FakeRunner):
 
     script: Sequence[int] = ()
 
-    def make_row(self, caches: list[LayerCache], sampling: SamplingParams, next_token: int, **told: Any) -> FakeRow:
+    def make_row(self, caches: list[LayerCache], sampling: SamplingParams, next_token: int, **rest: Any) -> FakeRow:
         """Returns a row that says the script."""
-        made = super().make_row(caches, sampling, next_token, **told)
-        return ScriptedRow(**vars(made), script=self.script, num_prompt=len(told["prompt"]))
+        made = super().make_row(caches, sampling, next_token, **rest)
+        return ScriptedRow(**vars(made), script=self.script, num_prompt=len(rest["prompt"]))

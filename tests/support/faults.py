@@ -303,7 +303,7 @@ def with_examples_in_system(turn: int, messages: list[Body]) -> None:
 
 def told_as_text(turn: int, messages: list[Body]) -> None:
     """Sends all that was said as JSON in one message."""
-    said = [{"role": one["role"], "content": one["content"]} for one in messages[1:]]
+    said = [{"role": messagel["role"], "content": messagel["content"]} for messagel in messages[1:]]
     messages[1:] = [{"role": "user", "content": f"Answer the last message of this chat. {json.dumps(said)}"}]
 
 
@@ -318,7 +318,7 @@ def at_the_end(change: Callable[[Body], Body]) -> Apply:
     return lambda turn, body: [change(body) if turn == NUM_TURNS - 1 else {**body, "tools": TOOLS}]
 
 
-REVERSED = [{key: one[key] for key in reversed(one)} for one in TOOLS]
+REVERSED = [{key: tool[key] for key in reversed(tool)} for tool in TOOLS]
 SCHEMA = "Weighs an item of\n  the shop on the\n  scale."
 SUMMARY: Body = {"role": "user", "content": "Summary: they said hello, and a pear was weighed: five grams."}
 TITLE = [

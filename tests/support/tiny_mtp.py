@@ -113,14 +113,14 @@ def parameters_of(module: Any) -> Any:
 
 def tensors_of(module: MtpModule, name: str) -> dict[str, mx.array]:
     """Under the names of the family's checkpoints."""
-    names, found = CHECKPOINT_NAMES.get(name, _QWEN), dict[str, mx.array]()
+    names, tensors = CHECKPOINT_NAMES.get(name, _QWEN), dict[str, mx.array]()
     for path, array in cast(list[tuple[str, mx.array]], tree_flatten(parameters_of(module))):
         part, _, rest = path.partition(".")
         if name == "mimo_v2_flash":
             rest = rest.replace("post_attention_layernorm", "pre_mlp_layernorm")
         if part in names:
-            found[f"{names[part]}.{rest}"] = array
-    return found
+            tensors[f"{names[part]}.{rest}"] = array
+    return tensors
 
 
 def prompt(length: int, seed: int = 5) -> list[int]:
@@ -162,8 +162,8 @@ def trained_module_of(name: str) -> MtpModule:
 
     optimizer, gradients = optim.Adam(3e-3), value_and_grad(module, loss)
     for _ in range(60):
-        _, found = gradients(module)
-        optimizer.update(module, found)
+        _, grads = gradients(module)
+        optimizer.update(module, grads)
         mx.eval(parameters_of(module), optimizer.state)
     return module
 

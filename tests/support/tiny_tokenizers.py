@@ -106,7 +106,7 @@ def _spaced_bpe() -> models.BPE:
 
 
 def _bpe(letters: list[str], merges: list[tuple[str, str]]) -> models.BPE:
-    tokens = list(dict.fromkeys([*letters, *(one + other for one, other in merges)]))
+    tokens = list(dict.fromkeys([*letters, *(part + other for part, other in merges)]))
     return models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges, byte_fallback=True)
 
 

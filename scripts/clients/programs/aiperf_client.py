@@ -51,7 +51,10 @@ with tempfile.TemporaryDirectory() as place:
     variables = {**os.environ, "HOME": place}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
-    told = json.loads((Path(place) / "out" / "profile_export_aiperf.json").read_text())
-    possible, reused = told["theoretical_prefix_cache_hit"]["avg"], told["overall_usage_prompt_cache_read_pct"]["avg"]
-    assert not told["error_summary"] and told["request_count"]["avg"] >= 2 * NUM_TURNS, told["error_summary"]
+    report = json.loads((Path(place) / "out" / "profile_export_aiperf.json").read_text())
+    possible, reused = (
+        report["theoretical_prefix_cache_hit"]["avg"],
+        report["overall_usage_prompt_cache_read_pct"]["avg"],
+    )
+    assert not report["error_summary"] and report["request_count"]["avg"] >= 2 * NUM_TURNS, report["error_summary"]
     assert reused >= possible, f"{reused} % of the prompts were reused, of {possible} %"

@@ -39,5 +39,5 @@ answer = with_tools.invoke([asked, called, result])
 assert answer.text
 assert answer.usage_metadata["input_tokens"] > called.usage_metadata["input_tokens"]
 
-found = model.with_structured_output(Weather, method="json_schema").invoke("What is the weather in Oslo?")
-assert isinstance(found, Weather)
+answer = model.with_structured_output(Weather, method="json_schema").invoke("What is the weather in Oslo?")
+assert isinstance(answer, Weather)

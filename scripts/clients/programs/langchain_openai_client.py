@@ -28,5 +28,5 @@ call = model.bind_tools([get_weather], tool_choice="any").invoke("What is the we
 assert call["name"] == "get_weather"
 assert isinstance(call["args"]["city"], str)
 for method in ("json_schema", "function_calling"):
-    found = model.with_structured_output(Weather, method=method).invoke("What is the weather in Oslo?")
-    assert isinstance(found, Weather), method
+    answer = model.with_structured_output(Weather, method=method).invoke("What is the weather in Oslo?")
+    assert isinstance(answer, Weather), method

@@ -18,5 +18,5 @@ for name, left in LEFT.items():
     command += ["-m", "demo", "--format", name, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     results = json.loads(done.stdout)["results"]
-    failed = {one["id"]: one["errors"] for one in results if one["status"] == "failed"}
+    failed = {result["id"]: result["errors"] for result in results if result["status"] == "failed"}
     assert failed.keys() == left, failed
