@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-faults",
         action="store_true",
-        help="diagnose each fault on each model, with and without session ids; plant each fault in each precision",
+        help="diagnose each fault on each model, with and without session ids; plant each fault in each precision;"
+        " run all cases of tests that are marked as `usual`",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the cases that no usual run has, unless the command line names one."""
+    if config.getoption("all_faults") or any("[" in argument for argument in config.args):
+        return
+    kept = [item for item in items if _is_usual(item)]
+    tested = {item.nodeid.partition("[")[0] for item in kept}
+    lost = [item.nodeid for item in items if item.nodeid.partition("[")[0] not in tested]
+    if lost:
+        raise pytest.UsageError(f"no pattern of `usual` fits any case of {lost[0]}")
+    config.hook.pytest_deselected(items=[item for item in items if not _is_usual(item)])
+    items[:] = kept
+
+
+def _is_usual(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("usual")
+    case = item.nodeid.partition("[")[2].removesuffix("]")
+    return mark is None or any(fnmatchcase(case, pattern) for pattern in mark.args)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

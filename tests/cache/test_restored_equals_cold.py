@@ -122,6 +122,7 @@ def test_restored_equals_cold(name: str) -> None:
     fake_model.assert_bytes_known(chat.prefix_cache)
 
 
+@pytest.mark.usual(*tiny_models.USUAL)
 @pytest.mark.parametrize("name", tiny_models.NAMES)
 def test_restored_from_disk_equals_cold(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The conversation goes on in another process, and a second one starts there on its system prompt."""

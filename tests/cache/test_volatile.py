@@ -205,6 +205,7 @@ class VolatileMachine(RuleBasedStateMachine):
             self._home.cleanup()
 
 
+@pytest.mark.usual("T", "WR")
 @pytest.mark.parametrize("layout", fake_model.MORE_LAYOUTS)
 def test_no_history_brings_volatile_tokens_to_disk(layout: str) -> None:
     machine: Any = type(f"Machine{layout}", (VolatileMachine,), {"layout": layout})

@@ -12,6 +12,7 @@ from scripts.architectures.report import Result, page
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
+@pytest.mark.usual("cohere2", "mamba")
 @pytest.mark.parametrize("name", ["granite", "cohere2", "mamba", "olmo_hybrid"])
 def test_attention_windows_and_recurrent_state_pass_every_check(name: str) -> None:
     found = Result(**one.check(name))

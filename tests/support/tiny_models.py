@@ -221,6 +221,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 NAMES = tuple(CONFIGS)
+USUAL = ("llama", "llama_swa", "qwen3_5", "gpt_oss", "gemma3", "gemma3n", "llama4", "deepseek_v3", "mamba2")
+"""One of each kind of state and attention, for tests of which a usual run has some cases only."""
 
 _LATENT = {key: value for key, value in CONFIGS["deepseek_v32"].items() if not key.startswith("index_")}
 

@@ -61,6 +61,7 @@ def test_rows_decode_together_as_alone(name: str, mixes: bool, tmp_path: Path) -
     assert [a == b for a, b in zip(together, without, strict=True)] == [adapter == 0 for adapter in ADAPTERS]
 
 
+@pytest.mark.usual("llama")
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_a_draft_model_drafts_for_rows_of_any_adapter(name: str, tmp_path: Path) -> None:
     model, adapters = model_with(name, tmp_path)

@@ -54,6 +54,7 @@ def step(decoding: Decoding, texts: list[list[int]], draft: Any, limits: list[in
             assert_greedy(draft, tokens, found)
 
 
+@pytest.mark.usual("qwen3-llama", "llama_swa-qwen3", "qwen3_5-llama_swa")
 @pytest.mark.parametrize(("name", "draft"), PAIRS)
 def test_drafts_are_what_the_draft_model_says_behind_all_tokens(name: str, draft: str) -> None:
     decoding = Decoding(runner_for(name, draft), TEXTS)
@@ -75,6 +76,7 @@ def test_a_long_draft_leaves_windows_as_they_were(name: str, draft: str) -> None
         decoding.assert_as_without(tiny_models.build(name), texts[:count])
 
 
+@pytest.mark.usual("qwen3", "qwen3_5")
 @pytest.mark.parametrize("name", ["qwen3", "llama_swa", "qwen3_5"])
 def test_a_draft_model_with_the_same_weights_is_always_right(name: str) -> None:
     decoding = Decoding(runner_for(name, name), TEXTS[:2])

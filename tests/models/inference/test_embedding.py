@@ -61,6 +61,7 @@ def probability(model: Any, tokens: NDArray[np.int32], judgement: Judgement) -> 
     return float(yes / (no + yes))
 
 
+@pytest.mark.usual(*tiny_models.USUAL)
 @pytest.mark.parametrize("name", tiny_models.NAMES)
 def test_a_judgement_is_the_model_s_own_together_in_pieces_and_alone(name: str) -> None:
     model = tiny_models.build(name)

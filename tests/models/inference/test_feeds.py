@@ -157,6 +157,7 @@ def assert_as_plain(row: Drafting, expected: Drafting) -> None:
 # ------------------------------------------------------------------------------------------------- equal tokens
 
 
+@pytest.mark.usual(*tiny_models.USUAL)
 @pytest.mark.parametrize("name", driver.ALL_NAMES)
 def test_every_architecture_is_fed_several_tokens(name: str) -> None:
     runner = runner_of(name)
@@ -164,6 +165,7 @@ def test_every_architecture_is_fed_several_tokens(name: str) -> None:
     assert list(runner.step_seconds) == [1, 2, 4, 8, 16, 32] and min(runner.step_seconds.values()) > 0
 
 
+@pytest.mark.usual(*tiny_models.USUAL)
 @pytest.mark.parametrize("name", driver.ALL_NAMES)
 def test_drafts_right_or_wrong_change_no_token_and_no_cache(name: str) -> None:
     # The sampler sees logits, whatever model they are from.
@@ -271,6 +273,7 @@ def test_rows_on_a_head_draft_behind_it() -> None:
         assert_as_plain(row, wanted)
 
 
+@pytest.mark.usual("True-qwen3_5", "False-llama")
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 @pytest.mark.parametrize("mixes", [True, False])
 def test_each_row_drafts_with_its_adapter(mixes: bool, name: str, tmp_path: Path) -> None:

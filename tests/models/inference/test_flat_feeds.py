@@ -190,6 +190,7 @@ class Feeding:
             row.assert_state_is_right()
 
 
+@pytest.mark.usual(*tiny_models.USUAL)
 @pytest.mark.parametrize("name", NAMES)
 def test_feeds_in_long_histories_of_rows_that_come_and_go_change_no_token(name: str) -> None:
     """Alone, in groups, on a head and not, around the window; among them steps of one token each."""
@@ -459,6 +460,7 @@ def test_rows_that_cannot_feed_together_take_turns(monkeypatch: pytest.MonkeyPat
     assert WINDOW in [layer.keys.shape[2] for layer in group.layers.values()], "rings without slack"
 
 
+@pytest.mark.usual(*tiny_models.USUAL)
 @pytest.mark.parametrize("name", driver.ALL_NAMES)
 def test_rows_of_most_architectures_feed_several_tokens_in_one_call(name: str) -> None:
     assert driver.runner_of(name).feeds_together == (name not in APART)
@@ -484,6 +486,7 @@ def test_a_slow_machine_lets_rows_take_turns_and_says_why() -> None:
     assert "not proven" in str(fault) and slow.now <= 10
 
 
+@pytest.mark.usual("gpt_oss-greedy", "llama_swa-greedy", "qwen3_5-seeded")
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", ["llama_swa", "gpt_oss", "qwen3_5"])
 def test_two_to_eight_rows_with_drafts_that_come_and_go_say_what_each_says_alone(

@@ -78,6 +78,7 @@ HEADS = (WINDOW - 3, 2 * WINDOW + 7)
 
 
 # One for each kind of layer cache, and of masks. The probe tries heads of all models.
+@pytest.mark.usual("llama", "gpt_oss", "lfm2")
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3", "gemma4", "lfm2", "falcon_h1"])
 def test_long_histories_with_heads_that_come_and_go_change_no_token(name: str) -> None:
     """Rows of two heads and of none: joins, leaves, returns, separated rows, groups by other costs."""

@@ -99,6 +99,7 @@ def _precision_of(name: str, number: int) -> Precision:
     return possible[number % len(possible)]
 
 
+@pytest.mark.usual("llama-*", "gpt_oss-*", "gemma3n-*", "nemotron_h-*")
 def test_a_healthy_model_passes(name: str, precision: Precision, seeds: Sequence[int]) -> None:
     model = build(name, precision)
     assert all(is_ragged(model, seed) for seed in seeds)

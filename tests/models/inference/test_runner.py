@@ -141,6 +141,7 @@ def test_rows_that_join_and_leave_say_what_they_say_alone(name: str) -> None:
     assert_like_alone(name, first, empty, long, exact, wrapping)
 
 
+@pytest.mark.usual(*tiny_models.USUAL)
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_a_detached_row_goes_on_where_it_was(name: str) -> None:
     decoding = Decoding(runner_of(name))

@@ -97,7 +97,7 @@ def thinking_parser(call_format: CallFormat, *, is_open: bool = True) -> OutputP
 def read(call_format: CallFormat, text: str, *, is_complete: bool = True) -> list[Any]:
     """What an answer means, whole, letter by letter and in two."""
     pieces = pieces_of(parser_of(call_format, TOOLS), [text], is_complete=is_complete)
-    for texts in (list(text), *(cuts_of(text, [place]) for place in range(3, len(text), 17))):
+    for texts in (list(text), *(cuts_of(text, [place]) for place in range(3, len(text), max(17, len(text) // 50)))):
         assert pieces_of(parser_of(call_format, TOOLS), texts, is_complete=is_complete) == pieces, texts
     return meaning(pieces)
 

@@ -46,6 +46,7 @@ def harness_for(name: str, draft: str, length: int, **options: Any) -> Harness:
     return Harness(runner=runner, speculation=Predicting(length), **options)
 
 
+@pytest.mark.usual("overlap-qwen3-llama", "overlap-llama_swa-qwen3_5", "in turns-qwen3_5-llama_swa")
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize(("name", "draft"), PAIRS)
 def test_a_draft_model_changes_no_token(name: str, draft: str) -> None:

@@ -38,6 +38,7 @@ def harness_for(name: str, speculation: Predicting, **sizes: int) -> Harness:
     return Harness(runner=runner, speculation=speculation, **sizes)  # type: ignore[arg-type]
 
 
+@pytest.mark.usual("overlap-qwen3", "overlap-deepseek_v3", "in turns-qwen3_5")
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_of_a_module_change_no_token(name: str) -> None:

@@ -376,6 +376,7 @@ def texts(name: str, *, is_tight: bool) -> tuple[list[str], int]:
     return told, harness.worker.stats().num_preempted
 
 
+@pytest.mark.usual("llama", "falcon_h1")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "falcon_h1"])
 def test_no_client_can_tell_that_it_waited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention, windows, recurrent layers; greedy, seeded, penalties, a stop string: the text with and without."""

@@ -61,6 +61,19 @@ def alone(name: str, prompt: tuple[int, ...]) -> list[int]:
     return sink.tokens
 
 
+@pytest.mark.usual(
+    "llama",
+    "llama_swa",
+    "qwen3_5",
+    "gpt_oss",
+    "gemma3",
+    "gemma3n",
+    "llama4",
+    "deepseek_v3",
+    "mamba2",
+    "gemma2",
+    "qwen3_next",
+)
 @pytest.mark.parametrize("name", tiny_models.NAMES)
 def test_sharing_batching_and_paging_change_no_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three conversations on one prefix, two turns each, an edit and a repeat, through two slots."""
@@ -117,6 +130,7 @@ SAMPLINGS = (
 )
 
 
+@pytest.mark.usual("overlap-llama", "overlap-qwen3_5", "in turns-gpt_oss", "in turns-llama")
 @pytest.mark.usefixtures("overlaps")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "gpt_oss"])
 def test_drafts_change_no_token_whatever_they_say(name: str) -> None:
