@@ -21,7 +21,7 @@ from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
 from server.api.conversation import Conversation, next_turn_requests
 from server.api.dialect import ApiContext
-from server.api.healing import own_calls_of
+from server.api.healing import healing_of
 from server.api.record import Arrival, OpenRequest, RequestRecord, counts_of
 from server.api.wire import Payload
 from server.diagnosis import account
@@ -215,8 +215,8 @@ class Run(OpenRequest):
         is_asked = request.cache_prompt
         reuse = await self._reuse(started, previous, rendered) if is_asked else account.declined(previous, rendered)
         source = self.exchange.conversation
-        if is_asked and source is not None and source.healed:
-            reuse = replace(reuse, healed=account.healed(previous, rendered, source.healed, started.hit_tokens))
+        if is_asked and source is not None and source.heals:
+            reuse = replace(reuse, healed=account.healed(previous, rendered, source.heals, started.hit_tokens))
         return replace(started, reuse=reuse)
 
     async def _reuse(
@@ -242,13 +242,13 @@ class Run(OpenRequest):
             exchange.model.renderer.remember_reply(exchange.prompt, "".join(self._texts), self.token_ids)
 
     def _remember_calls(self) -> None:
-        source, own_calls = self.exchange.conversation, self._context.kept(own_calls_of)
-        if own_calls is None or source is None or not self.exchange.parser.made_calls:
+        source, healing = self.exchange.conversation, self._context.kept(healing_of)
+        if healing is None or source is None or not self.exchange.parser.made_calls:
             return
         of, is_kept = (source.namespace, self.session_id), not self.request.is_volatile
-        calls = own_calls.remember(*of, self.exchange.reply_messages(), source.declared_tools, is_kept=is_kept)
+        calls = healing.calls.remember(*of, self.exchange.reply_messages(), source.declared_tools, is_kept=is_kept)
         if calls:
-            self._context.in_background(asyncio.to_thread(own_calls.write, calls))
+            self._context.in_background(asyncio.to_thread(healing.calls.write, calls))
 
     def _keep_turn(self, finished: Finished | None) -> None:
         """Keeps the turn; None: the answer broke off."""

@@ -289,22 +289,17 @@ def forced_calls(model: ServedModel, functions: Functions, forced: ForcedCalls) 
 
 def shows_tools(model: ServedModel, tools: Sequence[Any] | None, *, forbids_calls: bool) -> bool:
     """Whether the prompt has tools; raises ApiError (400) for a model that takes none."""
-    if not tools or (forbids_calls and not can_forbid_calls(model)):
+    if not tools or (forbids_calls and not model.can_forbid_calls):
         return False
     if not model.renderer.reads_tools:
         raise wrong("tools", f"{model.id!r} does not support tools", Code.UNSUPPORTED_PARAMETER)
     return True
 
 
-def can_forbid_calls(model: ServedModel) -> bool:
-    """Whether calls of shown tools can be forbidden; if not, the prompt omits the tools."""
-    return model.call_format is not HARMONY and (model.call_format is None or model.grammars is not None)
-
-
 def _no_calls(model: ServedModel) -> AnswerGrammar | None:
     """The grammar of an answer without calls; None for a model that cannot be bound to one."""
     call_format = model.call_format
-    if call_format is None or not can_forbid_calls(model):
+    if call_format is None or not model.can_forbid_calls:
         return None
     excluded = [f"(?s:.*)({'|'.join(map(re.escape, call_format.openers))})(?s:.*)"]
     if call_format.is_bare:

@@ -15,11 +15,12 @@ from cache.snapshots import RestorePointKind
 from cache.types import common_prefix_length
 from models.output.call_formats import HARMONY
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, ChatRenderer, RenderedPrompt, plain_text
-from models.prompt.shapes import Message, with_constant_headers
+from models.prompt.shapes import Message
 from models.texts import read_object
 from server.api.bodies import media_of
 from server.api.errors import ApiError, Code, wrong
-from server.api.healing import OwnCalls
+from server.api.healing import Healing
+from server.diagnosis.causes import Heal
 from server.diagnosis.prompt import Prompt, prompt_of
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import ServedModel
@@ -94,27 +95,19 @@ class Conversation:
     """The answer continues the last message."""
     forbids_calls: bool = False
     """The answer must not call its prompt's tools."""
-    healed: Sequence[int] = ()
-    """Which messages are shown with calls in the model's own words."""
+    is_compaction: bool | None = None
+    """Whether the client says that it sums the conversation up; None in an API in which clients do not say."""
+    heals: Sequence[Heal] = ()
+    """What is shown otherwise than sent."""
 
-    def prepared_for(self, model: ServedModel, own_calls: OwnCalls | None = None) -> "Conversation":
-        """Adds the name's defaults; with `own_calls`, head and calls are shown as in earlier requests."""
-        messages, tools, changed_tools = model.defaults.conversation(self.messages), self.tools, self.changed_tools
-        healed = list[int]()
-        if own_calls is not None:
-            messages = with_constant_headers(messages)
-            tools = model.tool_orders.settle(self.namespace, tools)
-            changed_tools = changed_tools and model.tool_orders.settle(self.namespace, changed_tools)
-            messages, healed = own_calls.healed(self.namespace, messages, self.declared_tools)
-        return replace(
-            self,
-            messages=messages,
-            healed=healed,
-            tools=tools,
-            changed_tools=changed_tools,
-            template_arguments={**model.defaults.template_arguments, **self.template_arguments},
-            forbids_calls=self.forbids_calls and bool(tools or changed_tools),
-        )
+    def prepared_for(self, model: ServedModel, healing: Healing | None = None) -> "Conversation":
+        """Adds the name's defaults; with `healing`, it is shown as in earlier requests."""
+        arguments = {**model.defaults.template_arguments, **self.template_arguments}
+        messages = model.defaults.conversation(self.messages)
+        whole = replace(self, messages=messages, template_arguments=arguments)
+        if healing is not None:
+            whole = healing.healed(whole, model)
+        return replace(whole, forbids_calls=whole.forbids_calls and bool(whole.tools or whole.changed_tools))
 
     @property
     def declared_tools(self) -> Sequence[Mapping[str, Any]]:

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from server.api.activity import Activity, EventLog
 from server.api.errors import ApiError, Code, stopped
-from server.api.healing import own_calls_of
+from server.api.healing import healing_of
 from server.api.observe import Metrics, Tracing
 from server.api.planning import FairThreads, Planning
 from server.api.record import RequestRecord, log_end
@@ -242,9 +242,9 @@ class ApiContext:
             getattr(one, "close", lambda: None)()
 
     async def forget_calls(self, namespace: str, session_id: str | None = None) -> None:
-        """Forgets how the model wrote calls of a namespace, or of one of its sessions."""
-        if (own_calls := self.kept(own_calls_of)) is not None:
-            await asyncio.to_thread(own_calls.forget, namespace, session_id)
+        """Forgets how calls were written in a namespace, or in one of its sessions."""
+        if (healing := self.kept(healing_of)) is not None:
+            await asyncio.to_thread(healing.forget, namespace, session_id)
 
     async def read_body(self, request: Request) -> bytes:
         """As `read_body`, within the server's limit."""

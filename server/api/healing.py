@@ -1,218 +1,227 @@
-"""Calls that clients send back changed, in the model's own words.
+"""Prompts shown otherwise than sent, so that state is reused: what is always done, and what `--heal` asks for.
 
-Clients send a call's arguments back with other orders of keys, other forms of numbers, or the defaults that the
-tool's schema names; a prompt that shows them so parts from the state of the answer. A call is shown as the model
-wrote it if it has the id and the name of a call of the namespace, and arguments equal by value: where any value
-differs, the call stays as sent. A call without an id is known by name and arguments alone.
+Always, without changing what the model reads: constant headers, tools and calls as they were shown before. By model,
+with `--heal`, since the model reads something else:
+* `git`: a system message that differs in a few lines from an earlier one is shown as that, and a note before the
+  newest message, kept where it stood, has the lines;
+* `system`: a long system message right behind the first message of the user goes before that;
+* `compaction`: a request without tools that goes on with a conversation that had tools is shown with them, and may
+  not call them. A client that says that it compacts needs no `--heal` for that.
 
-Calls are remembered in memory up to `MAX_BYTES`, and with `--cache-disk` in a file, but for those of requests whose
-state is not written to disk. For any thread.
+For any thread.
 """
 
 import hashlib
-import json
-import logging
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
-from models.output.call_values import properties_of, referred
-from models.prompt.shapes import Message, Tools
-from server.app.config import ServerConfig
+from models.prompt.chat_template import plain_text
+from models.prompt.shapes import Message, num_leading_system, with_constant_headers
+from models.texts import shared_length
+from server.api.own_calls import FILE_NAME, OwnCalls
+from server.app.config import ServerConfig, parse_heal
+from server.diagnosis.causes import Heal, HealKind
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from server.api.conversation import Conversation
+    from server.pool.served import ServedModel
 
-MAX_BYTES: Final = 32 << 20
-"""Of all calls in memory. The file is shortened to as much once it has twice as much."""
-CALL_BYTES: Final = 400
-"""What remembering a call takes, besides its arguments."""
-FILE_NAME: Final = "calls.jsonl"
-_AMBIGUOUS: Final = ""
-"""Stands for two ways in which the model wrote equal calls."""
-
-
-def canonical(value: Any, schema: Any = None, root: Any = None) -> Any:
-    """The same for values that differ in order of keys, form of numbers, or members equal to their `default`."""
-    root = schema if root is None else root
-    if isinstance(schema, Mapping) and "$ref" in schema:
-        schema = referred(schema["$ref"], root)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        items = schema.get("items") if isinstance(schema, Mapping) else None
-        return [canonical(one, items, root) for one in value]
-    if not isinstance(value, Mapping):
-        return value
-    schemas = properties_of(schema)
-    members = ((name, member, schemas.get(name)) for name, member in sorted(value.items()))
-    return {name: canonical(member, one, root) for name, member, one in members if not _is_default(member, one)}
+MAX_HEADS: Final = 128
+"""Conversations whose beginnings are remembered."""
+MAX_BASES: Final = 8
+"""Other conversations whose system message a new one may be shown with."""
+MAX_CHANGED_CHARACTERS: Final = 8192
+MAX_COMPARED_LINES: Final = 1000
+MAX_NOTES: Final = 16
+"""Of one conversation; with more, its system message is shown as sent."""
+MIN_SYSTEM_CHARACTERS: Final = 1000
+"""A shorter system message behind the user's first one stays there."""
+_CHANGED: Final = (
+    "The instructions at the beginning have changed. In place of these lines:\n{}\nthey now have these:\n{}"
+)
+_UNCHANGED: Final = "The instructions at the beginning are as they stand there again."
 
 
-def _is_default(member: Any, schema: Any) -> bool:
-    is_named = isinstance(schema, Mapping) and "default" in schema
-    return is_named and json.dumps(canonical(member)) == json.dumps(canonical(schema["default"]))
+def changed_lines(base: str, text: str) -> tuple[int, str] | None:
+    """Where two texts part, and a note with the lines that differ; None if much differs."""
+    ours, theirs = base.splitlines(), text.splitlines()
+    start = shared_length(ours, theirs)
+    end = shared_length(ours[start:][::-1], theirs[start:][::-1])
+    ours, theirs = ours[start : len(ours) - end], theirs[start : len(theirs) - end]
+    if len(ours) + len(theirs) > MAX_COMPARED_LINES:
+        return None
+    changes = [one for one in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes() if one[0] != "equal"]
+    removed = [line for _, i1, i2, _, _ in changes for line in ours[i1:i2]]
+    added = [line for _, _, _, j1, j2 in changes for line in theirs[j1:j2]]
+    size = sum(map(len, (*removed, *added)))
+    if size > min(MAX_CHANGED_CHARACTERS, max(len(base), len(text)) // 2):
+        return None
+    old, new = ("\n".join(lines) or "(none)" for lines in (removed, added))
+    return shared_length(base, text), _CHANGED.format(old, new) if changes else _UNCHANGED
 
 
-class OwnCall(NamedTuple):
-    """A call as the model wrote it."""
-
-    namespace: str
-    session: str | None
-    key: str
-    words: str
-    """The arguments' JSON text."""
-
-    @property
-    def num_bytes(self) -> int:
-        return CALL_BYTES + len(self.words)
+def system_in_front(messages: Sequence[Message]) -> tuple[list[Message], list[Heal]]:
+    """With long system messages behind the user's first message before that."""
+    start = num_leading_system(messages)
+    stop = start + 1 + num_leading_system(messages[start + 1 :])
+    behind = messages[start + 1 : stop]
+    if sum(len(plain_text(one.get("content"))) for one in behind) < MIN_SYSTEM_CHARACTERS:
+        return list(messages), []
+    moved = [*messages[:start], *behind, *messages[start : start + 1], *messages[stop:]]
+    return moved, [Heal(HealKind.SYSTEM, start, 0.0, not has_replies(messages))]
 
 
-_Call: TypeAlias = Mapping[str, Any]
-_Schemas: TypeAlias = Mapping[str, Any]
+@dataclass(frozen=True)
+class Head:
+    """How a conversation began."""
+
+    system: Sequence[Message]
+    text: str
+    """Of `system`, as shown."""
+    sent: str
+    """The text as sent last."""
+    notes: tuple[tuple[int, str], ...] = ()
+    """Before which messages notes stand."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    changed_tools: Sequence[Mapping[str, Any]] | None = None
 
 
-class OwnCalls:
-    """The calls of answers, the least recently used forgotten."""
+class Heads:
+    """The beginnings of conversations, by namespace, model and the user's first message."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        """`path`: the file, if there is to be one; calls are read from it."""
-        self._path = path
-        self._calls = OrderedDict[str, OwnCall]()
-        self._lock, self._writing = Lock(), Lock()
-        self.num_bytes = self._num_written = 0
-        with _told():
-            for call in self._stored():
-                self._put(call)
-                self._num_written += call.num_bytes
+    def __init__(self) -> None:
+        self._heads = OrderedDict[tuple[str, str, bytes], Head]()
+        self._lock = Lock()
 
-    def remember(
-        self, namespace: str, session: str | None, reply: Sequence[Message], tools: Tools, *, is_kept: bool
-    ) -> list[OwnCall]:
-        """Takes the calls of a reply as clients send it back; returns those to be written, if it `is_kept`."""
-        schemas, calls = _schemas_of(tools), list[OwnCall]()
-        for call in (call for message in reply for call in message.get("tool_calls") or ()):
-            if isinstance(arguments := call["function"].get("arguments"), Mapping):
-                (key,) = _keys(namespace, call, schemas, [call.get("id")])
-                calls.append(OwnCall(namespace, session, key, json.dumps(arguments)))
+    def forget(self, namespace: str) -> None:
+        """Drops a namespace's."""
         with self._lock:
-            for one in calls:
-                self._put(one)
-        return calls if is_kept and self._path is not None else []
+            for key in [key for key in self._heads if key[0] == namespace]:
+                del self._heads[key]
 
-    def healed(self, namespace: str, messages: Sequence[Message], tools: Tools) -> tuple[list[Message], list[int]]:
-        """The messages with calls in the model's own words, and which of them were changed."""
-        result, changed = list(messages), list[int]()
-        if not self._calls:
-            return result, changed
-        schemas = _schemas_of(tools)
-        for index, message in enumerate(messages):
-            calls = message.get("tool_calls") or ()
-            own = [self._own(namespace, call, schemas) for call in calls]
-            if any(one is not call for one, call in zip(own, calls, strict=True)):
-                result[index] = {**message, "tool_calls": own}
-                changed.append(index)
-        return result, changed
-
-    def _own(self, namespace: str, call: _Call, schemas: _Schemas) -> _Call:
-        function = call["function"]
-        if not isinstance(arguments := function.get("arguments"), Mapping):
-            return call
-        keys = _keys(namespace, call, schemas, dict.fromkeys((call.get("id"), None)))
+    def healed(self, asked: "Conversation", model: "ServedModel", kinds: frozenset[str]) -> "Conversation":
+        """The conversation with the beginning of earlier requests, where `kinds` allow it."""
+        if HealKind.SYSTEM in kinds:
+            messages, heals = system_in_front(asked.messages)
+            asked = replace(asked, messages=messages, heals=heals)
+        num_system = num_leading_system(asked.messages)
+        first = "".join(plain_text(one.get("content")) for one in asked.messages[num_system : num_system + 1])
+        key = (asked.namespace, model.id, hashlib.blake2b(first.encode(errors="replace")).digest())
         with self._lock:
-            known = next((self._calls[key] for key in keys if key in self._calls), None)
-            if known is not None:
-                self._calls.move_to_end(known.key)
-        if known is None or known.words in (_AMBIGUOUS, json.dumps(arguments)):
-            return call
-        return {**call, "function": {**function, "arguments": json.loads(known.words)}}
+            head = self._heads.get(key)
+            asked = self._with_tools(asked, model, kinds, head)
+            head, asked = self._with_base(asked, key, head) if HealKind.GIT in kinds else _as_sent(asked)
+            if asked.tools:
+                head = replace(head, tools=asked.tools, changed_tools=asked.changed_tools)
+            self._heads[key] = head
+            self._heads.move_to_end(key)
+            if len(self._heads) > MAX_HEADS:
+                self._heads.popitem(last=False)
+        return asked
 
-    def _put(self, call: OwnCall) -> None:
-        before = self._calls.pop(call.key, None)
-        if before is not None and before.words != call.words:
-            call = call._replace(words=_AMBIGUOUS)
-        self._calls[call.key] = call
-        self.num_bytes += call.num_bytes - (before.num_bytes if before is not None else 0)
-        while self.num_bytes > MAX_BYTES:
-            self.num_bytes -= self._calls.popitem(last=False)[1].num_bytes
+    def _with_tools(
+        self, asked: "Conversation", model: "ServedModel", kinds: frozenset[str], head: Head | None
+    ) -> "Conversation":
+        """With the conversation's tools, not to be called, if it is compacted without them."""
+        is_compaction = asked.is_compaction or (HealKind.COMPACTION in kinds and has_replies(asked.messages))
+        if asked.declared_tools or not is_compaction or head is None or head.sent != _system_text(asked.messages):
+            return asked
+        if not (head.tools and model.can_forbid_calls):
+            return asked
+        asked = replace(asked, tools=head.tools, changed_tools=head.changed_tools, forbids_calls=True)
+        return replace(asked, heals=[*asked.heals, Heal(HealKind.COMPACTION, 0, 0.0, is_new=True)])
 
-    # -- the file, a call on each line
+    def _with_base(
+        self, asked: "Conversation", key: tuple[str, str, bytes], head: Head | None
+    ) -> tuple[Head, "Conversation"]:
+        """With the system message of the conversation's first request, else of a similar conversation."""
+        messages, text = asked.messages, _system_text(asked.messages)
+        others = [one for place, one in self._heads.items() if place[:2] == key[:2]][-MAX_BASES:]
+        similar = next((one for one in reversed(others) if changed_lines(one.text, text)), None)
+        base = head or (similar and Head(similar.system, similar.text, similar.text))
+        change = changed_lines(base.text, text) if base is not None and base.system else None
+        if base is None or change is None:
+            return _as_sent(asked)
+        if not has_replies(messages):  # it begins
+            base = replace(base, notes=(), sent=base.text)
+        newest = (_newest(messages), change[1])
+        notes = base.notes if text == base.sent else (*base.notes, newest)
+        if len(notes) > MAX_NOTES or any(place > len(messages) for place, _ in notes):
+            return _as_sent(asked)
+        if notes:
+            heal = Heal(HealKind.GIT, 0, change[0] / len(base.text), text != base.sent)
+            asked = replace(asked, messages=_with_notes(base, messages, notes), heals=[*asked.heals, heal])
+        return replace(base, sent=text, notes=notes), asked
 
-    def write(self, calls: Sequence[OwnCall]) -> None:
-        """Adds calls to the file. What cannot be written is forgotten at the next start."""
-        with self._writing, _told():
-            self._append(calls)
-            if self._num_written > 2 * MAX_BYTES:
-                self._rewrite(lambda _: True)
+
+def _as_sent(asked: "Conversation") -> tuple[Head, "Conversation"]:
+    text = _system_text(asked.messages)
+    return Head(asked.messages[: num_leading_system(asked.messages)], text, text), asked
+
+
+def _system_text(messages: Sequence[Message]) -> str:
+    return "\n".join(plain_text(one.get("content")) for one in messages[: num_leading_system(messages)])
+
+
+def has_replies(messages: Sequence[Message]) -> bool:
+    """Whether the assistant has said something."""
+    return any(message["role"] == "assistant" for message in messages)
+
+
+def _newest(messages: Sequence[Message]) -> int:
+    """Where the user's newest messages begin; the end behind a tool's result."""
+    place = len(messages)
+    while place and messages[place - 1]["role"] == "user":
+        place -= 1
+    return place
+
+
+def _with_notes(base: Head, messages: Sequence[Message], notes: Sequence[tuple[int, str]]) -> list[Message]:
+    start, shown = num_leading_system(messages), list(messages)
+    for place, note in sorted(notes, key=lambda one: one[0])[::-1]:
+        shown.insert(place, {"role": "system", "content": [{"text": note}]})
+    # Later conversations part there.
+    last = {**base.system[-1], "cache_control": {"type": "ephemeral"}}
+    return [*base.system[:-1], last, *shown[start:]]
+
+
+class Healing:
+    """What a server remembers, to show prompts as before."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        has_file = config.cache_disk_bytes is not None
+        self.calls = OwnCalls(Path(config.cache_dir).expanduser() / FILE_NAME if has_file else None)
+        self._heads, self._kinds = Heads(), [*map(parse_heal, config.heals)]
+
+    def healed(self, asked: "Conversation", model: "ServedModel") -> "Conversation":
+        """The conversation as earlier requests showed it."""
+        settle = partial(model.tool_orders.settle, asked.namespace)
+        asked = replace(
+            asked,
+            messages=with_constant_headers(asked.messages),
+            tools=settle(asked.tools),
+            changed_tools=asked.changed_tools and settle(asked.changed_tools),
+        )
+        wanted = (kinds for pattern, kinds in self._kinds if fnmatchcase(model.id, pattern))
+        kinds = frozenset[str]().union(*wanted)
+        if kinds or asked.is_compaction is not None:
+            asked = self._heads.healed(asked, model, kinds)
+        messages, heals = self.calls.healed(asked.namespace, asked.messages, asked.declared_tools)
+        return replace(asked, messages=messages, heals=[*asked.heals, *heals])
 
     def forget(self, namespace: str, session: str | None = None) -> None:
-        """Drops a namespace's calls, or those of one of its sessions, from the file too."""
-
-        def stays(call: OwnCall) -> bool:
-            return call.namespace != namespace or session not in (None, call.session)
-
-        with self._lock:
-            self._calls = OrderedDict((key, call) for key, call in self._calls.items() if stays(call))
-            self.num_bytes = sum(call.num_bytes for call in self._calls.values())
-        if self._path is not None:
-            with self._writing, _told():
-                self._rewrite(stays)
-
-    def _stored(self) -> Iterator[OwnCall]:
-        if self._path is not None and self._path.exists():
-            for line in self._path.read_text(encoding="ascii", errors="replace").splitlines():
-                with suppress(ValueError, TypeError):  # a line of another version, or cut off by a full disk
-                    yield OwnCall(*json.loads(line))
-
-    def _append(self, calls: Iterable[OwnCall], path: Path | None = None) -> None:
-        path = path or self._path
-        assert path is not None, "only calls to be kept are written"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Calls hold what was said, so only their owner may read the file.
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
-            file.write(b"".join(json.dumps(call).encode() + b"\n" for call in calls))
-        self._num_written += sum(call.num_bytes for call in calls)
-
-    def _rewrite(self, stays: Callable[[OwnCall], bool]) -> None:
-        """Keeps the newest of the calls that stay."""
-        kept, left = list[OwnCall](), MAX_BYTES
-        for call in filter(stays, reversed([*self._stored()])):
-            left -= call.num_bytes
-            if left >= 0:
-                kept.append(call)
-        assert self._path is not None, "there is a file"
-        new, self._num_written = self._path.with_name(f"{FILE_NAME}.{os.getpid()}"), 0
-        self._append(kept[::-1], new)
-        new.replace(self._path)
+        """Drops how calls were written in a namespace or one of its sessions, and how conversations began."""
+        self._heads.forget(namespace)
+        self.calls.forget(namespace, session)
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        logger.warning("calls are remembered in memory only: %s", error)
-
-
-def _schemas_of(tools: Tools) -> _Schemas:
-    functions = (tool.get("function") or tool for tool in tools or ())
-    return {function["name"]: function.get("parameters") for function in functions}
-
-
-def _keys(namespace: str, call: _Call, schemas: _Schemas, ids: Iterable[str | None]) -> list[str]:
-    """What a call and its like have in common, with each of the ids."""
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
-    text = json.dumps(canonical(arguments, schemas.get(name)))
-    texts = (json.dumps([namespace, call_id, name, text]) for call_id in ids)
-    return [hashlib.blake2b(one.encode(), digest_size=16).hexdigest() for one in texts]
-
-
-def own_calls_of(config: ServerConfig) -> OwnCalls | None:
-    """The configured calls; None where prompts are shown as sent."""
-    if not config.prompt_hygiene:
-        return None
-    has_file = config.cache_disk_bytes is not None
-    return OwnCalls(Path(config.cache_dir).expanduser() / FILE_NAME if has_file else None)
+def healing_of(config: ServerConfig) -> Healing | None:
+    """None where prompts are shown as sent."""
+    return Healing(config) if config.prompt_hygiene else None

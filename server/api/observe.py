@@ -55,7 +55,7 @@ _COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "prefix_cache_hits": ("Prompt tokens that were restored, hence not evaluated.", []),
     "restored_tokens": ("Restored prompt tokens, by tier of their state.", ["tier"]),
     "saved_seconds": ("Seconds that evaluating the restored tokens would have taken.", []),
-    "healed_tokens": ("Prompt tokens restored since calls are shown as the model wrote them.", []),
+    "healed_tokens": ("Prompt tokens restored since a prompt was shown otherwise than sent.", []),
     "lost_tokens": ("Prompt tokens evaluated again, by reason.", ["reason"]),
     "cache_misses": ("Times that tokens were evaluated again, by reason.", ["reason"]),
     "tool_calls": ("Calls in answers, by the model's format and what became of them.", ["format", "outcome"]),

@@ -19,7 +19,7 @@ from server.api.binding import AnswerGrammar, ForcedCalls, answer_grammar, bind
 from server.api.conversation import Conversation
 from server.api.dialect import context_of, namespace_of
 from server.api.errors import Code, ContextExceeded, wrong
-from server.api.healing import OwnCalls, own_calls_of
+from server.api.healing import Healing, healing_of
 from server.api.sessions import resolve_line
 from server.engine.request import LOOP_GUARD, GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
@@ -38,8 +38,8 @@ class Incoming:
         return namespace_of(self.http, cache_salt)
 
     @property
-    def own_calls(self) -> OwnCalls | None:
-        return context_of(self.http).kept(own_calls_of)
+    def healing(self) -> Healing | None:
+        return context_of(self.http).kept(healing_of)
 
 
 class Limit(NamedTuple):

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from models.adapter import parse_adapter
 from models.errors import told_as
+from server.diagnosis.causes import OPT_IN
 from server.pool.names import parse_alias, parse_keep_alive
 
 MEBIBYTE = 1024 * 1024
@@ -71,6 +72,7 @@ class ServerConfig:
     otlp: str | None = None
     console: bool = True
     prompt_hygiene: bool = True
+    heals: tuple[str, ...] = ()
     default_max_tokens: int | None = None
     heartbeat_seconds: float = 5.0
     client_seconds: float = 10.0
@@ -232,7 +234,8 @@ def read(setting: Setting, told: ToldSetting) -> ToldSetting:
     if not isinstance(setting.default, tuple):
         return replace(told, value=_read_one(setting, value, told.where))
     if isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
+        # What is healed for one model has commas of its own.
+        value = [part.strip() for part in (value.split(",") if setting.name != "heals" else [value]) if part.strip()]
     if not isinstance(value, list) or not (value or setting.default == ()):
         raise ConfigError(f"{told.where} is {value!r}; it must hold at least one name")
     values = tuple(_read_one(setting, one, told.where) for one in value)
@@ -295,6 +298,15 @@ def _check_origin(text: str) -> None:
         raise ValueError(f"{text!r} is no origin; write it like https://chat.example.org, or '*' for any")
 
 
+def parse_heal(text: str) -> tuple[str, frozenset[str]]:
+    """A model's name or pattern, and what is healed for it; raises ValueError."""
+    model, _, kinds = text.rpartition("=")
+    wanted = frozenset(kind.strip() for kind in kinds.split(","))
+    if not model.strip() or not wanted.issubset(OPT_IN):
+        raise ValueError(f"{text!r} heals nothing; write it like qwen3:8b={','.join(OPT_IN)}")
+    return model.strip(), wanted
+
+
 def _check_address(text: str) -> None:
     parts = urlsplit(text)  # raises ValueError too
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
@@ -305,6 +317,7 @@ _FORMS: Mapping[str, Callable[[str], object]] = {
     "aliases": parse_alias,
     "adapters": parse_adapter,
     "keep_alive": parse_keep_alive,
+    "heals": parse_heal,
     "cors": _check_origin,
     "otlp": _check_address,
 }

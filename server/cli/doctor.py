@@ -168,7 +168,7 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
     if checkup.kept is not None:
         heading.append(f", {percent_text(round(1000 * checkup.kept), 1000)} of the previous prompt reused on average")
     if checkup.healed_tokens:
-        heading.append(f"; {grouped(checkup.healed_tokens)} tokens saved in calls that came back changed")
+        heading.append(f"; {grouped(checkup.healed_tokens)} tokens saved by showing prompts as before")
     if not checkup.is_ailing:
         heading.append("; nothing to mend")
     yield heading

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cache.types import TokenArray, common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, Outline
-from server.diagnosis.causes import Cause, Healed, Miss, MissReason, Reuse
+from server.diagnosis.causes import Cause, Heal, Healed, HealKind, Miss, MissReason, Reuse
 from server.diagnosis.compare import (
     Turn,
     find_changes_between,
@@ -84,18 +84,19 @@ def explain(
     return Reuse(misses, min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0)
 
 
-def healed(previous: EvaluatedTurn | None, request: Rendered, indices: Sequence[int], hit: int) -> Healed:
-    """What showing the messages `indices` as the model wrote them saved.
-
-    As sent, the prompt would part in the first of them that the turn before had not in its prompt.
-    """
+def healed(previous: EvaluatedTurn | None, request: Rendered, heals: Sequence[Heal], hit: int) -> Healed:
+    """What `heals` saved: the tokens restored from where the prompt as sent would part first."""
     num_known = previous.num_prompt_tokens if previous is not None and not previous.is_neighbour else 0
-    reach = min(hit, len(previous.tokens)) if num_known and previous is not None else hit
-    ends = [*request.outline.starts[1:], len(request.tokens), len(request.tokens)]
-    # A message's calls stand behind its text, where the outline has the next one begin.
-    calls = [ends[index : index + 2] for index in indices if request.outline.starts]
-    new = [max(start, num_known) for start, stop in calls if stop > num_known]
-    return Healed(len(indices), max(0, reach - min(new, default=reach)))
+    last = min(hit, len(previous.tokens)) if num_known and previous is not None else hit
+    starts, saved = [*request.outline.starts, len(request.tokens), len(request.tokens)], [0]
+    for kind, index, share, is_new in heals if request.outline.starts else ():
+        start, text_end, end = starts[index : index + 3]
+        if kind is HealKind.CALLS and end > num_known:
+            # A message's calls stand behind its text, where the outline has the next one begin.
+            saved.append(last - max(text_end, num_known))
+        elif share is not None and is_new:
+            saved.append(hit - start - int(share * (text_end - start)))
+    return Healed(tuple(dict.fromkeys(heal.kind for heal in heals)), max(saved))
 
 
 def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:

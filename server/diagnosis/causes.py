@@ -4,6 +4,7 @@ import tomllib
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from models.texts import size_text
 
@@ -132,13 +133,36 @@ class Miss:
         object.__setattr__(self, "cure", advice(self.cause, place, self.missing_bytes))
 
 
+class HealKind(StrEnum):
+    """What may be shown otherwise than sent."""
+
+    CALLS = "calls"
+    GIT = "git"
+    SYSTEM = "system"
+    COMPACTION = "compaction"
+
+
+OPT_IN = (HealKind.GIT, HealKind.SYSTEM, HealKind.COMPACTION)
+
+
+class Heal(NamedTuple):
+    """A message shown otherwise than sent."""
+
+    kind: HealKind
+    message_index: int
+    share: float | None = None
+    """How much of the message is before the difference; None for calls, which stand behind the text."""
+    is_new: bool = False
+    """Whether no earlier request was healed so; of calls the last turn tells."""
+
+
 @dataclass(frozen=True)
 class Healed:
-    """Messages that were shown as the model wrote them instead of as sent."""
+    """What was shown otherwise than sent."""
 
-    messages: int
+    kinds: tuple[HealKind, ...]
     saved_tokens: int
-    """Restored, and else evaluated again; of calls that earlier requests had none."""
+    """Restored, and else evaluated again: counted in the first request that is healed so."""
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,11 @@ class ServedModel(ListedModel):
             return "none"
         return "text" if self.call_format is None else "parsed"
 
+    @property
+    def can_forbid_calls(self) -> bool:
+        """Whether calls of shown tools can be forbidden."""
+        return self.call_format is not HARMONY and (self.call_format is None or self.grammars is not None)
+
     def thinking(self, prompt: str, max_tokens: int | None = None, begun: str = "") -> Thinking | None:
         """How reasoning is marked and limited; None if none is possible. `prompt` ends with `begun`."""
         if self.reasoning_format is None:

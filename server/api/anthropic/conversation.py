@@ -24,7 +24,7 @@ from server.api.conversation import (
 from server.api.dialect import ApiContext
 from server.api.errors import wrong
 from server.api.generation import CacheSalt, Share, StopStrings, changed_sampling
-from server.api.healing import OwnCalls
+from server.api.healing import Healing
 from server.api.params import GenerationParams, Limit
 from server.pool.names import ModelUnknown
 from server.pool.served import ServedModel
@@ -361,7 +361,7 @@ _ERROR_PREFIX = "Error: "
 
 
 def read_conversation(
-    body: PromptBody, model: ServedModel, namespace: str, own_calls: OwnCalls | None = None
+    body: PromptBody, model: ServedModel, namespace: str, healing: Healing | None = None
 ) -> Conversation:
     """The prompt's source; raises ApiError."""
     last = body.messages[-1]
@@ -390,7 +390,7 @@ def read_conversation(
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
         continues=continues,
-    ).prepared_for(model, own_calls)
+    ).prepared_for(model, healing)
 
 
 def _check_begun(body: PromptBody, model: ServedModel) -> None:

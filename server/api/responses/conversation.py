@@ -20,13 +20,13 @@ from models.prompt.tokenize import spend, stop_if_abandoned
 from server.api import binding, bodies
 from server.api.bodies import Body, BodyModel, Rules, Whole, parse_body, refused, validated
 from server.api.conversation import Conversation, ThinkingWish, can_continue, media_in_words, read_arguments
-from server.api.dialect import ApiContext
+from server.api.dialect import context_of
 from server.api.errors import ApiError, Code, wrong
 from server.api.generation import SharedBody, smallest_limit
-from server.api.healing import own_calls_of
-from server.api.params import Limit
+from server.api.params import Incoming, Limit
 from server.api.responses.output import INPUT, SEARCH, ClientTool, Item, ToolSet, joined_name, reasoning_of
 from server.api.responses.store import ResponseStore, store_of
+from server.api.sessions import codex_metadata
 from server.api.wire import MAX_MESSAGES, json_text
 from server.pool.served import ServedModel
 
@@ -467,9 +467,9 @@ def _as_kept(item: Item, item_id: str) -> Item:
     return kept
 
 
-def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespace: str, name: str) -> ReadInput:
+def read_given(incoming: Incoming, body: InputBody, model: ServedModel, namespace: str, name: str) -> ReadInput:
     """A prompt's source; `name` is the base of new ids. Raises ApiError. Waits for the store."""
-    store = context.kept(store_of)
+    store = context_of(incoming.http).kept(store_of)
     before, session = _history(body, store, namespace)
     if len(before) + len(body.input) > MAX_MESSAGES:
         raise wrong("input", f"at most {MAX_MESSAGES} items make a prompt")
@@ -492,8 +492,9 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
         template_arguments=ThinkingWish(effort=effort).template_arguments(),
         namespace=namespace,
         # The last item may be an answer that was cut off.
+        is_compaction=codex_metadata(incoming.fields, incoming.http.headers).get("request_kind") == "compaction",
         continues=last.get("role") == "assistant" and last.get("status") in _CUT and can_continue(model),
-    ).prepared_for(model, context.kept(own_calls_of))
+    ).prepared_for(model, incoming.healing)
     return ReadInput(new, session, tools, conversation)
 
 

@@ -5,7 +5,6 @@ number by namespace, in bytes together, and in time. Event loop only.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter
@@ -13,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 from typing import Any, Final, Literal, TypeAlias
 
 from typing_extensions import TypedDict
@@ -33,7 +31,6 @@ from server.api.responses import conversation
 from server.api.responses.conversation import ID_PREFIX, UNFINISHED, ReadInput, ResponsesBody, parse_known
 from server.api.responses.output import AnswerOutput, Item
 from server.api.responses.store import Held, StoredResponse, choose_evictions, holder_of, store_of
-from server.api.sessions import Recent, codex_metadata, resolve_session_id
 from server.api.wire import Payload, body_of, sse_event
 from server.app.config import ServerConfig
 from server.engine.request import Finished, FinishReason, GenerationRequest, Progress, Started
@@ -275,37 +272,8 @@ class BackgroundRuns:
 def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts the tokens of a prompt, those of the template included."""
     body = parse_known(conversation.InputBody, incoming.fields, conversation.IN_INPUT, conversation.KNOWN)
-    given = conversation.read_given(context, body, context.pool.find(body.model), incoming.namespace(), "count")
+    given = conversation.read_given(incoming, body, context.pool.find(body.model), incoming.namespace(), "count")
     return {"object": "response.input_tokens", "input_tokens": len(given.conversation.render().tokens)}
-
-
-MAX_KEPT_TOOLS = 64
-"""Sessions whose tools are kept."""
-
-
-class LastTools:
-    """The tools of each session's last request that had any, for its compaction. For any thread."""
-
-    def __init__(self, _: ServerConfig) -> None:
-        self._recent = Recent[tuple[str, list[Any]]](MAX_KEPT_TOOLS)
-        self._lock = Lock()
-
-    def settle(self, body: ResponsesBody, incoming: Incoming, namespace: str) -> ResponsesBody:
-        """The body; a compaction's without tools, behind the same beginning, gets the session's to show, not to call.
-
-        So its prompt goes on where the session's ends.
-        """
-        said, headers = incoming.fields, incoming.http.headers
-        session = resolve_session_id(said, headers)
-        begun = json.dumps([body.model, body.instructions, *body.input[:1]], sort_keys=True)
-        with self._lock:
-            if body.tools and session is not None:
-                self._recent.put(namespace, session, (begun, body.tools))
-            known = self._recent.find(namespace, session)
-        is_compaction = codex_metadata(said, headers).get("request_kind") == "compaction"
-        if body.tools or not is_compaction or known is None or known[0] != begun:
-            return body
-        return body.model_copy(update={"tools": known[1], "tool_choice": "none"})
 
 
 @generate(ID_PREFIX)
@@ -317,8 +285,7 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     refuse_new_media(body.input, "input")
     model = context.pool.find(body.model)
     namespace = incoming.namespace(body.cache_salt)
-    body = context.kept(LastTools).settle(body, incoming, namespace)
-    given = conversation.read_given(context, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
+    given = conversation.read_given(incoming, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
     shared = body.model_dump(include={*SharedBody.model_fields})
     params = read_params(GenerationBody.model_validate(shared), model)
     calls = {"grammar": body.answer_grammar(), **body.calls()}

@@ -1,262 +1,150 @@
-"""Calls that clients send back changed are shown as the model wrote them."""
+"""What `--heal` shows otherwise than sent, and that the shown prompt grows at its end only."""
 
-import json
-from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from models.prompt.chat_template import RenderedPrompt
-from models.prompt.shapes import Outline
-from server.api import healing
-from server.api.healing import CALL_BYTES, FILE_NAME, OwnCalls, canonical
-from server.app.config import ServerConfig
+from server.api.healing import MIN_SYSTEM_CHARACTERS, changed_lines, system_in_front
+from server.app.config import ConfigError, ServerConfig, from_environment, merge
 from tests.support.apps import create_app
-from tests.support.fake_engine import FakeEngine, Script, fake_model
+from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
+from tests.support.fake_grammar import FakeCompiler
 
-SCHEMA = {
-    "type": "object",
-    "$defs": {"range": {"properties": {"from": {"default": 1}}}},
-    "properties": {
-        "path": {"type": "string"},
-        "all": {"type": "boolean", "default": False},
-        "lines": {"$ref": "#/$defs/range"},
-        "parts": {"items": {"properties": {"deep": {"default": {"a": 1, "b": 2}}}}},
-    },
-}
-OWN = {"path": "a.py", "count": 3.0, "lines": {"to": 9}, "parts": [{"x": 1}]}
-BACK = {"all": False, "count": 3, "lines": {"from": 1, "to": 9}, "parts": [{"x": 1}], "path": "a.py"}
-ASKED = {"role": "user", "content": "Go on."}
+RULES = "\n".join(f"Rule {number}: be careful." for number in range(20))
+TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        BACK,
-        {**OWN, "count": 3},
-        {**OWN, "lines": {"from": 1.0, "to": 9}},
-        {**OWN, "parts": [{"deep": {"b": 2.0, "a": 1}, "x": 1}]},
-        dict(sorted(OWN.items())),
-    ],
-)
-def test_values_are_equal_but_for_order_numbers_and_defaults(other: dict[str, Any]) -> None:
-    assert json.dumps(canonical(other, SCHEMA)) == json.dumps(canonical(OWN, SCHEMA))
+def system(status: str) -> dict[str, Any]:
+    return {"role": "system", "content": f"{RULES}\nGit status: {status}\n{RULES}"}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {**OWN, "all": True},
-        {**OWN, "all": 0},
-        {**OWN, "count": "3"},
-        {**OWN, "count": 3.5},
-        {**OWN, "lines": {"from": 2, "to": 9}},
-        {**OWN, "parts": [{"x": True}]},
-        {**OWN, "parts": [{"x": 1}, {"x": 1}]},
-        {**OWN, "more": None},
-        {**OWN, "path": "a.py "},
-    ],
-)
-def test_any_other_value_is_another_call(other: dict[str, Any]) -> None:
-    assert json.dumps(canonical(other, SCHEMA)) != json.dumps(canonical(OWN, SCHEMA))
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
-def test_a_schema_that_names_itself_as_default_ends() -> None:
-    schema = {"properties": {"a": {"$ref": "#", "default": {"a": {}}}}}
-    assert canonical({"a": {"a": {}}}, schema) == {}
-
-
-# -- over HTTP
-
-
-def of_chat(messages: list[Any]) -> dict[str, Any]:
-    function = {"name": "edit", "parameters": SCHEMA}
-    return {"messages": messages, "tools": [{"type": "function", "function": function}]}
-
-
-def of_messages(messages: list[Any]) -> dict[str, Any]:
-    return {"messages": messages, "max_tokens": 4, "tools": [{"name": "edit", "input_schema": SCHEMA}]}
-
-
-def of_responses(items: list[Any]) -> dict[str, Any]:
-    return {"input": items, "tools": [{"type": "function", "name": "edit", "parameters": SCHEMA}]}
-
-
-def chat_back(answer: Any, arguments: dict[str, Any]) -> list[Any]:
-    message = answer["choices"][0]["message"]
-    call = message["tool_calls"][0]
-    call["function"]["arguments"] = json.dumps(arguments)
-    return [message, {"role": "tool", "tool_call_id": call["id"], "content": "ok"}]
-
-
-def messages_back(answer: Any, arguments: dict[str, Any]) -> list[Any]:
-    (call,) = answer["content"]
-    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "ok"}
-    return [{"role": "assistant", "content": [{**call, "input": arguments}]}, {"role": "user", "content": [result]}]
-
-
-def responses_back(answer: Any, arguments: dict[str, Any]) -> list[Any]:
-    (call,) = answer["output"]
-    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
-    return [{**call, "arguments": json.dumps(arguments)}, result]
-
-
-def ollama_back(answer: Any, arguments: dict[str, Any]) -> list[Any]:
-    call = {"function": {"name": "edit", "arguments": arguments}}
-    return [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
-
-
-Back = Callable[[Any, dict[str, Any]], list[Any]]
-DIALECTS: dict[str, tuple[Callable[[list[Any]], dict[str, Any]], Back]] = {
-    "/v1/chat/completions": (of_chat, chat_back),
-    "/v1/messages": (of_messages, messages_back),
-    "/v1/responses": (of_responses, responses_back),
-    "/api/chat": (lambda messages: {**of_chat(messages), "model": "tiny", "stream": False}, ollama_back),
-}
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
 
 
 class Served:
-    """A server whose model calls the tool as in `OWN`, with an id of its own."""
+    def __init__(self, *heals: str, **model: Any) -> None:
+        self.healed: Any = None
+        self.renderer, self.engine = FakeRenderer(), FakeEngine()
+        served = fake_model(renderer=self.renderer, context_tokens=9000, **model)
+        self.client = TestClient(create_app(self.engine, served, ServerConfig(heals=heals)))
 
-    def __init__(self, path: str = "/v1/chat/completions", **settings: Any) -> None:
-        call = {"name": "edit", "arguments": OWN}
-        self.engine = FakeEngine(Script(tuple(f"<tool_call>\n{json.dumps(call)}\n</tool_call>")))
-        self.model = fake_model()
-        self.client = TestClient(create_app(self.engine, self.model, ServerConfig(**settings)))
-        self.path, (self.body, self.back) = path, DIALECTS[path]
-
-    def ask(self, messages: list[Any], key: str = "ours", **fields: Any) -> Any:
-        headers = {"Authorization": f"Bearer {key}", "x-session-id": "s"}
-        answer = self.client.post(self.path, json={**self.body(messages), **fields}, headers=headers)
+    def ask(self, *messages: dict[str, Any], key: str = "ours", **fields: Any) -> list[str]:
+        """The messages that the template gets."""
+        self.renderer.calls.clear()
+        body = {"messages": list(messages), **fields}
+        answer = self.client.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def shown(self, messages: list[Any], key: str = "ours") -> list[str]:
-        """The arguments of the calls in a prompt."""
-        self.engine.script = Script()
-        self.model.renderer.calls.clear()  # type: ignore[attr-defined]
-        self.ask(messages, key)
-        prompt = self.model.renderer.calls[0]["messages"]  # type: ignore[attr-defined]
-        calls = [call for message in prompt for call in message.get("tool_calls") or ()]
-        return [json.dumps(call["function"]["arguments"]) for call in calls]
+        self.healed = answer.json()["cache"]["healed"]
+        self.tools = self.renderer.calls[0]["tools"]
+        shown = self.renderer.calls[0]["messages"]
+        return [f"{one['role']}: {self.renderer._text(one['content'])}" for one in shown]
 
 
-@pytest.mark.parametrize("path", DIALECTS)
-def test_a_call_that_comes_back_changed_is_shown_as_the_model_wrote_it(path: str) -> None:
-    served = Served(path)
-    answer = served.ask([ASKED])
-    changed, other = served.back(deepcopy(answer), BACK), served.back(answer, {**BACK, "all": True})
-    assert served.shown([ASKED, *changed]) == [json.dumps(OWN)]
-    assert served.shown([ASKED, *other]) == [json.dumps({**BACK, "all": True})]
-    assert served.shown([ASKED, *changed], key="theirs") == [json.dumps(BACK)]
+def test_changed_lines_are_told_in_full() -> None:
+    place, note = changed_lines(f"a\nb is 1\n{RULES}", f"a\nb is 2\n{RULES}\ne") or (0, "")
+    assert place == 7 and "\nb is 1\n" in note and note.endswith("\nb is 2\ne")
+    assert changed_lines("one text\n" * 9, "quite another one\n" * 9) is None
 
 
-def test_a_call_with_another_id_stays_as_sent() -> None:
-    served = Served()
-    message, _ = served.back(served.ask([ASKED]), BACK)
-    message["tool_calls"][0]["id"] = "call_of_another_server"
-    assert served.shown([ASKED, message]) == [json.dumps(BACK)]
+def test_a_changed_line_of_the_system_message_is_a_note_that_keeps_its_place() -> None:
+    served = Served("tiny=git")
+    first = served.ask(system("clean"), user("One"))
+    assert first[0] == f"system: {system('clean')['content']}" and not served.healed
+    other = served.ask(system("M a.py"), user("Two"))
+    assert other[0] == first[0] and "Git status: M a.py" in other[1] and other[2:] == ["user: Two"]
+    assert served.healed["kinds"] == ["git"]
+    again = served.ask(system("M a.py"), user("Two"), assistant("Yes."), user("Go on"))
+    assert again == [*other, "assistant: Yes.", "user: Go on"]
+    history = [user("One"), assistant("Yes.")]
+    later = served.ask(system("M b.py"), *history, user("Go on"))
+    assert later[:3] == [*first, "assistant: Yes."] and "M b.py" in later[3] and later[4:] == ["user: Go on"]
+    history += [user("Go on"), assistant("Done.")]
+    back = served.ask(system("clean"), *history, user("What now?"))
+    assert back[: len(later)] == later and "again" in back[-2] and back[-1] == "user: What now?"
 
 
-def test_without_hygiene_calls_stay_as_sent() -> None:
-    served = Served(prompt_hygiene=False)
-    assert served.shown([ASKED, *served.back(served.ask([ASKED]), BACK)]) == [json.dumps(BACK)]
+def test_a_conversation_that_begins_with_the_same_question_has_its_own_notes() -> None:
+    served = Served("tiny=git")
+    served.ask(system("clean"), user("One"))
+    changed = [served.ask(system(status), user("One")) for status in ("M a.py", "M b.py")]
+    assert all(
+        len(shown) == 3 and note in shown[1] for shown, note in zip(changed, ("M a.py", "M b.py"), strict=True)
+    )
 
 
-def outlined(render: Callable[..., RenderedPrompt], messages: Any, *given: Any, **options: Any) -> RenderedPrompt:
-    """The prompt, in which each message is 30 tokens long."""
-    starts = tuple(range(0, 30 * len(messages), 30))
-    tokens = np.resize(np.arange(997, dtype=np.int32), 30 * len(messages))
-    outline = Outline(starts, tuple(message["role"] for message in messages))
-    return replace(render(messages, *given, **options), tokens=tokens, outline=outline)
+def test_the_note_of_a_turn_of_tools_stands_behind_their_results() -> None:
+    served = Served("t*=git")
+    called = [user("One"), {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}]
+    result = {"role": "tool", "tool_call_id": "c", "content": "ok"}
+    served.ask(system("9:15"), user("One"))
+    shown = served.ask(system("9:16"), *called, result)
+    assert shown[3] == "tool: ok" and "9:16" in shown[4]
+    later = served.ask(system("9:16"), *called, result, assistant("Yes."), user("Go on"))
+    assert later[:5] == shown
 
 
-def test_what_was_healed_is_told_once() -> None:
-    served = Served()
-    served.model.renderer.render = partial(outlined, served.model.renderer.render)  # type: ignore[method-assign]
-    history = [ASKED, *served.back(served.ask([ASKED]), BACK)]
-    served.engine.script = lambda request: Script(hit_tokens=len(request.tokens) - 4)
-    first = served.ask(history)["cache"]
-    again = served.ask([*history, {"role": "assistant", "content": "Done."}, ASKED])["cache"]
-    assert first["healed"]["messages"] == again["healed"]["messages"] == 1
-    assert first["healed"]["saved_tokens"] > 0 == again["healed"]["saved_tokens"]
-    headers = {"Authorization": "Bearer ours"}
-    session = served.client.get("/v1/sessions/s", headers=headers).json()
-    saved = first["healed"]["saved_tokens"]
-    assert session["healed_tokens"] == session["turns"][1]["healed"]["saved_tokens"] == saved
-    metrics = served.client.get("/metrics").text
-    assert f"}} {saved}.0" in metrics.partition("mlx_serve_healed_tokens_total{")[2]
+@pytest.mark.parametrize(
+    ("heal", "key", "text"),
+    [
+        ("other=git", "ours", system("M a.py")["content"]),
+        ("tiny=system,compaction", "ours", system("M a.py")["content"]),
+        ("tiny=git", "theirs", system("M a.py")["content"]),
+        ("tiny=git", "ours", "You are somebody else."),
+    ],
+)
+def test_other_system_messages_are_shown_as_sent(heal: str, key: str, text: str) -> None:
+    served = Served(heal)
+    served.ask(system("clean"), user("One"))
+    assert served.ask({"role": "system", "content": text}, user("Two"), key=key)[0] == f"system: {text}"
 
 
-# -- the file
+def test_a_long_system_message_behind_the_first_question_goes_before_it() -> None:
+    long = {"role": "system", "content": "x" * MIN_SYSTEM_CHARACTERS}
+    served = Served("tiny=system")
+    shown = served.ask(system("clean"), user("One"), long, assistant("Yes."), user("Two"))
+    assert [one.partition(":")[0] for one in shown] == ["system", "system", "user", "assistant", "user"]
+    assert Served().ask(user("One"), long)[0] == "user: One"
+    for messages in ([user("One"), system("short")], [user("One")], [], [system("clean")]):
+        short = [{**one, "content": str(one["content"])[:99]} for one in messages]
+        assert system_in_front(short) == (short, [])
 
 
-def disk(folder: Path) -> dict[str, Any]:
-    return {"cache_disk_bytes": 1 << 20, "cache_dir": str(folder)}
+@pytest.mark.parametrize(
+    ("heal", "status", "question", "shows"),
+    [
+        ("tiny=compaction", "clean", "One", True),
+        ("tiny=git", "clean", "One", False),
+        ("tiny=compaction", "clean", "Another", False),
+        ("tiny=compaction", "M a.py", "One", False),
+    ],
+)
+@pytest.mark.parametrize("fields", [{}, {"tools": []}])
+def test_a_history_without_its_tools_is_shown_with_them(
+    heal: str, status: str, question: str, shows: bool, fields: dict[str, Any]
+) -> None:
+    served = Served(heal, grammars=FakeCompiler())
+    served.ask(system("clean"), user("One"), tools=TOOLS)
+    served.ask(system(status), user(question), assistant("Yes."), user("Sum up."), **fields)
+    assert bool(served.tools) is shows and (served.engine.requests[-1].grammar is not None) is shows
+    assert (served.healed or {}).get("kinds") == (["compaction"] if shows else None)
 
 
-def test_another_process_shows_them_too_unless_the_state_was_not_to_be_written(tmp_path: Path) -> None:
-    cases: tuple[tuple[dict[str, Any], Any], ...] = ({"store": False}, BACK), ({}, OWN)
-    for fields, expected in cases:
-        first = Served(**disk(tmp_path))
-        history = [ASKED, *first.back(first.ask([ASKED], **fields), BACK)]
-        assert first.shown(history) == [json.dumps(OWN)]
-        assert Served(**disk(tmp_path)).shown(history) == [json.dumps(expected)]
-    assert (tmp_path / FILE_NAME).stat().st_mode & 0o077 == 0
+def test_a_first_request_without_tools_gets_none() -> None:
+    served = Served("tiny=compaction", grammars=FakeCompiler())
+    served.ask(user("One"), tools=TOOLS)
+    served.ask(user("One"))
+    assert not served.tools
 
 
-@pytest.mark.parametrize("is_deletion", [True, False])
-def test_they_go_with_their_session_and_with_the_cache(tmp_path: Path, is_deletion: bool) -> None:
-    first = Served(**disk(tmp_path))
-    history = [ASKED, *first.back(first.ask([ASKED]), BACK)]
-    headers = {"Authorization": "Bearer ours"}
-    if is_deletion:
-        assert first.client.delete("/v1/sessions/s", headers=headers).status_code == 200
-        assert first.shown(history) == [json.dumps(BACK)]
-    else:
-        own = OwnCalls(tmp_path / FILE_NAME)
-        own.forget(next(iter(own._calls.values())).namespace)
-    assert (tmp_path / FILE_NAME).read_bytes() == b""
-    assert Served(**disk(tmp_path)).shown(history) == [json.dumps(BACK)]
-
-
-def replied(call_id: str | None, arguments: dict[str, Any]) -> list[Any]:
-    return [{"role": "assistant", "tool_calls": [{"id": call_id, "function": {"name": "f", "arguments": arguments}}]}]
-
-
-def test_both_memory_and_file_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(healing, "MAX_BYTES", 10 * CALL_BYTES)
-    calls = OwnCalls(tmp_path / FILE_NAME)
-    for number in range(100):
-        calls.write(calls.remember("", None, replied(str(number), {"b": 1, "a": number}), None, is_kept=True))
-    for known in (calls, OwnCalls(tmp_path / FILE_NAME)):
-        assert known.num_bytes <= healing.MAX_BYTES
-        assert len(known.healed("", replied("99", {"a": 99, "b": 1}), None)[1]) == 1
-        assert not known.healed("", replied("0", {"a": 0, "b": 1}), None)[1]
-    assert len((tmp_path / FILE_NAME).read_text().splitlines()) <= 21
-
-
-def test_lines_that_are_no_calls_are_skipped_and_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
-    path = tmp_path / FILE_NAME
-    calls = OwnCalls(path)
-    calls.write(calls.remember("", "s", replied("1", {"b": 1, "a": 2}), None, is_kept=True))
-    path.write_bytes(path.read_bytes() + b'["cut off\n{}\n[1]\n\xff')
-    assert len(OwnCalls(path).healed("", replied("1", {"a": 2, "b": 1}), None)[1]) == 1
-    folder = tmp_path / "file" / FILE_NAME
-    folder.parent.touch()
-    blocked = OwnCalls(folder)
-    blocked.write(blocked.remember("", "s", replied("1", {"b": 1, "a": 2}), None, is_kept=True))
-    assert len(blocked.healed("", replied("1", {"a": 2, "b": 1}), None)[1]) == 1
-
-
-def test_equal_calls_that_the_model_wrote_in_two_ways_stay_as_sent_without_ids() -> None:
-    calls = OwnCalls()
-    for arguments in ({"b": 1, "a": 2}, {"a": 2, "b": 1}):
-        calls.remember("", None, replied(None, arguments), None, is_kept=False)
-    assert not calls.healed("", replied(None, {"b": 1, "a": 2.0}), None)[1]
+def test_what_is_healed_is_checked_and_has_commas_of_its_own() -> None:
+    given = {"MLX_SERVE_HEAL": "qwen3:8b=git,system"}
+    assert merge([from_environment(given)])["heals"].value == ("qwen3:8b=git,system",)
+    for wrong in ("git", "tiny=", "tiny=git,all", "=git"):
+        with pytest.raises(ConfigError, match="heals nothing"):
+            merge([from_environment({"MLX_SERVE_HEAL": wrong})])

@@ -27,7 +27,7 @@ COMPACT = [ASKED, {"role": "assistant", "content": "Done."}, {"role": "user", "c
         ({}, {"x-codex-turn-metadata": '{"request_kind": "turn"}'}, False),
         ({"instructions": "Be brief."}, METADATA, False),
         ({"input": [{"role": "user", "content": "Another door."}, *COMPACT[1:]]}, METADATA, False),
-        ({}, {**METADATA, "session-id": "other"}, False),
+        ({}, {**METADATA, "session-id": "other"}, True),
         ({}, {**METADATA, "Authorization": "Bearer other"}, False),
     ],
 )
