@@ -32,8 +32,8 @@ MAX_CHECKED: Final = 4096
 """Kept answers on schemas of tools, and spelled texts."""
 MAX_CHARACTERS: Final = 1 << 18
 MAX_MESSAGE: Final = 400
-_SLICE: Final = "[^<]+"
-"""Of texts between tags: masks then need not look up each token in them."""
+_SLICES: Final = "[^<]+", r"[^'\"\\<]+"
+"""Of texts between tags, and of Python's: masks then need not look up each token in them."""
 _WORD_BITS = 32
 _LIMITS: Final[Any] = llguidance.LLParserLimits(
     initial_lexer_fuel=50_000, step_lexer_fuel=50_000, max_lexer_states=25_000, verbose_errors=False
@@ -121,7 +121,7 @@ class GrammarCompiler:
 
 def _read_tokenizer(describe: Callable[[], str], eos_token_ids: list[int]) -> Any:
     try:
-        slices = [*llguidance.LLTokenizer.general_slices(), _SLICE]
+        slices = [*llguidance.LLTokenizer.general_slices(), *_SLICES]
         return llguidance.LLTokenizer(describe(), eos_token=eos_token_ids or None, slices=slices)
     except Exception as error:  # the library raises anything for a tokenizer that it cannot read
         raise InvalidGrammar(f"this model's tokenizer cannot be bound: {_brief(error)}") from error

@@ -7,6 +7,7 @@ writes a file is masked with a cold lexer and again with a warm one. Times are o
 """
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -69,12 +70,14 @@ def measure(form: CallFormat, described: str) -> str:
     compiler = GrammarCompiler(lambda: with_markers(described, form), [END_OF_TURN])
     compiler.token_of(form.name)  # reads the tokenizer
     begun = time.thread_time()
-    lark = "\n".join(CallGrammar(form, [*tools()], compiler.spell).lazy())
+    grammar = CallGrammar(form, [*tools()], compiler.spell)
+    lark = "\n".join(["start: calls", *grammar.forced(is_single=True)] if form.is_bare else grammar.lazy())
     written_ms, begun = 1000 * (time.thread_time() - begun), time.thread_time()
     compiled = compiler.compile(Grammar(GrammarKind.LARK, lark))
     compiled_ms = 1000 * (time.thread_time() - begun)
-    opener = form.open.rstrip() or form.head.partition("{}")[0]
-    tokens, cold = _follow(compiled.begin(), written(form, [("write_file", ARGUMENTS)])[len(opener) :].encode())
+    opener, call = grammar.opener()[0], written(form, [("write_file", ARGUMENTS)])
+    bound = re.sub(r"<\|.*?\|>", "", call) if form.is_bare else call[len(opener) :]
+    tokens, cold = _follow(compiled.begin(), bound.encode())
     matcher, warm = compiled.begin(), list[float]()
     for token in tokens:
         warm.append(_mask_us(matcher))
