@@ -95,9 +95,15 @@ HAVE_ENDED = f"(all, count) => ((said) => said.length === count && !said.some((n
 IS_DRAFT = "(all, text) => all.some((one) => one.text === text)"
 
 
+def wait_until_true(page: Page, question: str, wanted: Any = None) -> None:
+    """Waits until an asynchronous function says yes: `wait_for_function` takes its promise for a yes."""
+    look = f"([seen, wanted]) => {{ ({question})(wanted).then((yes) => (seen.yes ||= yes)); return seen.yes; }}"
+    page.wait_for_function(look, arg=[page.evaluate_handle("() => ({})"), wanted])
+
+
 def wait_until_kept(page: Page, condition: str, wanted: Any = None) -> None:
     """Waits for what the browser writes, which nothing on the page shows."""
-    page.wait_for_function(RECORDS % condition, arg=wanted)
+    wait_until_true(page, RECORDS % condition, wanted)
 
 
 def begin(page: Page, text: str = "A question") -> None:
@@ -147,7 +153,7 @@ def test_a_tab_that_crashes(page: Page, context: BrowserContext, address: str, e
         page.goto("chrome://crash")
     other = context.new_page()
     other.goto(f"{address}/health")
-    other.wait_for_function("async () => (await navigator.locks.query()).held.length === 0")  # the tab is gone
+    wait_until_true(other, "async () => (await navigator.locks.query()).held.length === 0")  # the tab is gone
     for _ in range(3):  # seen once: the first look found an empty field
         other.goto(f"{address}/#/chat")
         with contextlib.suppress(AssertionError):
