@@ -182,11 +182,11 @@ def mtp_of(source: str) -> _Download:
     with _explained(repository):
         plan = _plan(repository)
     weights = [file for file in plan.files if file.name.endswith(".safetensors")]
-    found = [file for file in weights if file.name == MTP_FILE] or weights
-    if len(found) != 1 or not found[0].digest:
-        holds, hint = f"{plan.repository} holds {len(found)} files of weights", other_formats(plan.others)
+    modules = [file for file in weights if file.name == MTP_FILE] or weights
+    if len(modules) != 1 or not modules[0].digest:
+        holds, hint = f"{plan.repository} holds {len(modules)} files of weights", other_formats(plan.others)
         raise PullFailed(f"{holds}; an MTP module is a single one{hint}")
-    return replace(plan, files=(found[0],))
+    return replace(plan, files=(modules[0],))
 
 
 def _plan(repository: names.RepositoryName) -> _Download:
@@ -200,8 +200,8 @@ def _plan(repository: names.RepositoryName) -> _Download:
 
 
 def _require_weights(download: _Download) -> None:
-    found = {file.name for file in download.files}
-    if "config.json" not in found or not any(fnmatch(name, "model*.safetensors") for name in found):
+    file_names = {file.name for file in download.files}
+    if "config.json" not in file_names or not any(fnmatch(name, "model*.safetensors") for name in file_names):
         raise PullFailed(
             f"{download.repository} holds no weights that MLX can load (config.json and model*.safetensors)"
             f"{other_formats(download.others) or '; look for a conversion of it under mlx-community'}"
@@ -239,8 +239,8 @@ def _fetch(download: _Download, file: PlannedFile, tell: TellPull) -> None:
         target.flush()
         tell(PullChecking(file))
         with part.open("rb") as source:
-            found = hashlib.file_digest(source, "sha256").hexdigest()
-        if found != file.digest:
+            digest = hashlib.file_digest(source, "sha256").hexdigest()
+        if digest != file.digest:
             part.unlink()
             raise PullFailed(f"{file.name} of {download.repository} arrived damaged and was removed; pull it again")
         part.rename(part.with_suffix(""))
@@ -325,8 +325,8 @@ def _explanation(repository: names.RepositoryName, endpoint: str, error: Excepti
             wrong_token = "does not take the token; set HF_TOKEN to another, or unset it"
             busy = "is asked too often from here; try again later, or set HF_TOKEN"
             other = f"answered with status {response.status_code}; try again later"
-            told = {401: wrong_token, 403: wrong_token, 429: busy}.get(response.status_code, other)
-            return PullFailed(f"{endpoint} {told}")
+            explanation = {401: wrong_token, 403: wrong_token, 429: busy}.get(response.status_code, other)
+            return PullFailed(f"{endpoint} {explanation}")
         case httpx2.HTTPError() | ConnectionError() | errors.LocalEntryNotFoundError():
             proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
             way = f" through the proxy of HTTPS_PROXY, {proxy.rpartition('@')[2]}" if proxy else ""

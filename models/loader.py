@@ -180,8 +180,8 @@ class LoadedModel:
     @property
     def modules(self) -> list[Module]:
         """All with weights."""
-        found = [self.model, self.mtp, None if self.draft is None else self.draft.model]
-        return [module for module in found if module is not None]
+        parts = [self.model, self.mtp, None if self.draft is None else self.draft.model]
+        return [module for module in parts if module is not None]
 
 
 def load(
@@ -331,15 +331,15 @@ def _call_format(wrapper: TokenizerWrapper) -> CallFormat | None:
 
 def _reasoning_format(wrapper: TokenizerWrapper, call_format: CallFormat | None) -> ReasoningFormat | None:
     tokenizer = wrapper._tokenizer
-    found = find_reasoning_format(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
+    form = find_reasoning_format(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
     if wrapper.has_thinking:
-        found = ReasoningFormat(wrapper.think_start, wrapper.think_end)
+        form = ReasoningFormat(wrapper.think_start, wrapper.think_end)
     if call_format is HARMONY:
-        found = HARMONY_REASONING
-    if found is None:
+        form = HARMONY_REASONING
+    if form is None:
         return None
-    closing_ids = tuple(tokenizer.encode(found.closing, add_special_tokens=False))
-    return replace(found, closing_ids=closing_ids, start_id=tokenizer.get_vocab().get(found.start))
+    closing_ids = tuple(tokenizer.encode(form.closing, add_special_tokens=False))
+    return replace(form, closing_ids=closing_ids, start_id=tokenizer.get_vocab().get(form.start))
 
 
 def _load_config(path: Path, name: str) -> dict[str, Any]:
@@ -420,8 +420,8 @@ def _check_normalizer(path: Path, name: str) -> None:
         step = left.pop() or {}
         left += step.get("normalizers", ())
         if step.get("type") == "Replace":
-            found = step["pattern"].get("String")
-            growth *= 1 + len(step["content"]) if not found else max(1, -(-len(step["content"]) // len(found)))
+            pattern = step["pattern"].get("String")
+            growth *= 1 + len(step["content"]) if not pattern else max(1, -(-len(step["content"]) // len(pattern)))
     if growth > _MAX_NORMALIZER_GROWTH:
         raise ModelBroken(f"{name}: {path} makes texts more than {_MAX_NORMALIZER_GROWTH} times as long (normalizer)")
 
@@ -445,8 +445,8 @@ def _vocab_size(model: Any, name: str) -> int:
 
 
 def _context_tokens(config: dict[str, Any]) -> int:
-    found = (section[key] for section in _sections(config) for key in _LIMIT_KEYS if section.get(key))
-    return int(next(found, DEFAULT_CONTEXT_TOKENS))
+    limits = (section[key] for section in _sections(config) for key in _LIMIT_KEYS if section.get(key))
+    return int(next(limits, DEFAULT_CONTEXT_TOKENS))
 
 
 def _eos_token_ids(config: dict[str, Any], wrapper: TokenizerWrapper) -> Iterator[int]:

@@ -90,12 +90,12 @@ class AdaptedLayer(Module):
 
 
 @lru_cache(16)
-def _places(rows: tuple[int, ...], held: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
+def _places(rows: tuple[int, ...], members: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
     """Each row's index among the adapters `held`, and its scale: `[num_rows]`, `[num_rows, 1, 1]`.
 
     Made once: the same rows decode together for many steps.
     """
-    place, scale = {index: number for number, (index, _) in enumerate(held)}, dict(held)
+    place, scale = {index: number for number, (index, _) in enumerate(members)}, dict(members)
     places = mx.array([place.get(row, 0) for row in rows], dtype=mx.uint32)
     scales = mx.array([[[scale.get(row, 0.0)]] for row in rows])
     mx.eval(places, scales)  # other models' threads may use them

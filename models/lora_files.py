@@ -50,11 +50,11 @@ class _AdapterFolder:
 
     def digest(self) -> str:
         """32 hexadecimal digits of the files' contents. Reads all."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for path in (self.path / CONFIG, self.weights):
             with told_as(ModelBroken, f"{path} is not readable"):
-                found.update(hashlib.sha256(path.read_bytes()).digest())
-        return found.hexdigest()[:32]
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+        return digest.hexdigest()[:32]
 
 
 def read_folder(name: str, folder: str) -> _AdapterFolder:
@@ -63,16 +63,16 @@ def read_folder(name: str, folder: str) -> _AdapterFolder:
     if not (path / CONFIG).is_file():
         raise ModelNotFound(f"adapter {name}: there is no file {path / CONFIG}, so {path} is no adapter")
     config = weights.require_json(path / CONFIG, f"adapter {name}")
-    found = _AdapterFolder(name, path, config, is_peft="peft_type" in config)
-    if not found.weights.is_file():
-        raise ModelNotFound(f"adapter {name}: there is no file {found.weights}")
-    (_check_peft if found.is_peft else _check_mlx)(name, config)
+    adapter = _AdapterFolder(name, path, config, is_peft="peft_type" in config)
+    if not adapter.weights.is_file():
+        raise ModelNotFound(f"adapter {name}: there is no file {adapter.weights}")
+    (_check_peft if adapter.is_peft else _check_mlx)(name, config)
     try:
         # MLX trusts the length in the header of such a file.
-        weights.read_header(found.weights)
+        weights.read_header(adapter.weights)
     except ModelBroken as error:
         raise ModelBroken(f"adapter {name}: {error}") from error
-    return found
+    return adapter
 
 
 def _check_mlx(name: str, config: Mapping[str, Any]) -> None:
@@ -121,10 +121,10 @@ def attach(model: Module, places: Sequence[tuple[str, str]], *, as_float32: bool
         for path, layers in variants.items()
     }
     adapters = [Adapter(folder.name, index, folder.digest()) for index, folder in enumerate(folders, start=1)]
-    found = AdapterSet(adapters, sum(layers.num_bytes for layers in together.values()))
+    adapter_set = AdapterSet(adapters, sum(layers.num_bytes for layers in together.values()))
     own = _modules_of(model)
-    _replace(model, {path: AdaptedLayer(own[path], layers, found) for path, layers in together.items()})
-    return found
+    _replace(model, {path: AdaptedLayer(own[path], layers, adapter_set) for path, layers in together.items()})
+    return adapter_set
 
 
 def _layers_of(model: Module, folder: _AdapterFolder) -> dict[str, Module]:
@@ -151,13 +151,13 @@ def _factors(adapter: _AdapterFolder) -> dict[str, dict[str, mx.array]]:
         tensors = cast(dict[str, mx.array], mx.load(str(adapter.weights)))
     except Exception as error:  # the reader's error, for whatever is wrong with the file
         raise ModelBroken(f"adapter {adapter.name}: {adapter.weights} cannot be read: {error}") from error
-    found = defaultdict[str, dict[str, mx.array]](dict)
+    factors = defaultdict[str, dict[str, mx.array]](dict)
     for key, tensor in tensors.items():
         path, _, factor = key.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
         if factor not in ("A.weight", "B.weight") or tensor.ndim != 2:
             raise ModelBroken(f"adapter {adapter.name}: {key} in {adapter.weights} is no part of a LoRA adapter")
-        found[path][factor[0]] = tensor.T
-    return found
+        factors[path][factor[0]] = tensor.T
+    return factors
 
 
 def _around(layer: Module | None, folder: _AdapterFolder, path: str, factors: Mapping[str, mx.array]) -> Module:
@@ -172,8 +172,8 @@ def _around(layer: Module | None, folder: _AdapterFolder, path: str, factors: Ma
     made = LoRALinear.from_base(layer, r=rank, scale=scale)
     shapes = made.lora_a.shape, made.lora_b.shape
     if shapes != (a.shape, b.shape):
-        told = f"factors of shapes {a.shape} and {b.shape}, and the model's layer takes {shapes[0]} and {shapes[1]}"
-        raise ModelBroken(f"adapter {folder.name}: {path} has {told}")
+        fault = f"factors of shapes {a.shape} and {b.shape}, and the model's layer takes {shapes[0]} and {shapes[1]}"
+        raise ModelBroken(f"adapter {folder.name}: {path} has {fault}")
     made.lora_a, made.lora_b = a, b
     return cast(Module, made)
 

@@ -162,24 +162,24 @@ def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -
         return None
     try:
         prefix = layout.prefix.format(n=text.args.num_hidden_layers)
-        found = _read_tensors(folder, prefix, file or folder / weights.MTP_FILE)
-        if not found:
+        tensors = _read_tensors(folder, prefix, file or folder / weights.MTP_FILE)
+        if not tensors:
             return None
         if layout.stores_difference:
-            found = _with_whole_norms(found, layout)
-        found = {layout.own_name(tensor): array for tensor, array in _sanitized(found, layout, model).items()}
+            tensors = _with_whole_norms(tensors, layout)
+        tensors = {layout.own_name(tensor): array for tensor, array in _sanitized(tensors, layout, model).items()}
         if "norm" not in layout.names:
-            found["norm.weight"] = text.model.norm.weight
+            tensors["norm.weight"] = text.model.norm.weight
         module = MtpModule(text)
-        quantize(module, class_predicate=partial(_packing, found))
+        quantize(module, class_predicate=partial(_packing, tensors))
         expected = dict(tree_flatten(module.parameters()))  # type: ignore[no-untyped-call]
-        module.load_weights(list(found.items()))
+        module.load_weights(list(tensors.items()))
     except ModelBroken:
         raise
     except Exception as error:  # MLX does not read all types; mlx-lm's code for the family raises anything
         reason = brief(error, 120)
         raise ModelBroken(f"{name}: the tensors of its MTP module do not belong together: {reason}") from error
-    for tensor, array in found.items():
+    for tensor, array in tensors.items():
         if _kind(array) != _kind(expected[tensor]):
             raise ModelBroken(f"{name}: {tensor} of its MTP module is of another type")
     module.eval()
@@ -188,54 +188,56 @@ def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -
 
 def tensors_of(module: MtpModule) -> dict[str, mx.array]:
     """The module's tensors, named as in a checkpoint, for a file beside the model's."""
-    layout, found = module._layout, dict[str, mx.array]()
+    layout, tensors = module._layout, dict[str, mx.array]()
     before = {part: f"{theirs}." for part, theirs in layout.names.items()} | {"layer": layout.layer}
     for path, array in cast(Any, tree_flatten(module.parameters())):  # type: ignore[no-untyped-call]
         part, _, rest = path.partition(".")
         if part in before:  # a norm may be the model's
-            found[before[part] + rest] = array
-    return found
+            tensors[before[part] + rest] = array
+    return tensors
 
 
 def _read_tensors(folder: Path, prefix: str, sidecar: Path) -> dict[str, mx.array]:
     """Lazy, by their names behind `prefix`: those of the file beside the model's, else of its own files."""
-    found = dict[str, mx.array]()
+    read = dict[str, mx.array]()
     for file in [sidecar] if sidecar.is_file() else weights.find_weight_files(folder):
         everything = list(weights.read_header(file))
         names = [name for name in everything if name.removeprefix("language_model.").startswith(prefix)]
         if not names and file == sidecar:
             names = everything
         tensors: Any = mx.load(str(file), format="safetensors") if names else {}
-        found |= {name.rpartition(prefix)[2]: tensors[name] for name in names}
-    return found
+        read |= {name.rpartition(prefix)[2]: tensors[name] for name in names}
+    return read
 
 
-def _with_whole_norms(found: dict[str, mx.array], layout: _Layout) -> dict[str, mx.array]:
+def _with_whole_norms(tensors: dict[str, mx.array], layout: _Layout) -> dict[str, mx.array]:
     """All norms are stored in one way, which only those of the layer tell."""
-    norms = [name for name, array in found.items() if array.ndim == 1 and "norm" in name]
-    telling = [found[name].astype(mx.float32).mean() for name in norms if layout.own_name(name).startswith("layer.")]
+    norms = [name for name, array in tensors.items() if array.ndim == 1 and "norm" in name]
+    telling = [
+        tensors[name].astype(mx.float32).mean() for name in norms if layout.own_name(name).startswith("layer.")
+    ]
     if not telling or cast(float, mx.stack(telling).mean().item()) > _MAX_RAW_NORM:
-        return found
-    return found | {name: found[name] + 1.0 for name in norms}
+        return tensors
+    return tensors | {name: tensors[name] + 1.0 for name in norms}
 
 
-def _sanitized(found: dict[str, mx.array], layout: _Layout, model: Any) -> dict[str, mx.array]:
+def _sanitized(tensors: dict[str, mx.array], layout: _Layout, model: Any) -> dict[str, mx.array]:
     """Tensors as the model's class takes them: experts stacked, for one. Its own code does so for a first layer."""
     text, first = language_model(model), "model.layers.0."
-    found = {name: array for name, array in found.items() if not name.startswith(layout.copies)}
+    tensors = {name: array for name, array in tensors.items() if not name.startswith(layout.copies)}
     ours = layout.own_name
-    matrices = {name for name, array in found.items() if array.ndim > 1 and ours(name).startswith("layer.")}
+    matrices = {name for name, array in tensors.items() if array.ndim > 1 and ours(name).startswith("layer.")}
     inner = SimpleNamespace(args=replace(text.args, num_hidden_layers=1))
     inner.sanitize = partial(type(text).sanitize, inner)
     outer = inner if text is model else SimpleNamespace(args=model.args, language_model=inner)
-    layer = {first + name.removeprefix(layout.layer): found[name] for name in matrices}
+    layer = {first + name.removeprefix(layout.layer): tensors[name] for name in matrices}
     sanitized: dict[str, mx.array] = type(model).sanitize(outer, layer)
-    kept = {name: array for name, array in found.items() if name not in matrices}
+    kept = {name: array for name, array in tensors.items() if name not in matrices}
     return kept | {layout.layer + name.rpartition(first)[2]: array for name, array in sanitized.items()}
 
 
-def _packing(found: dict[str, mx.array], path: str, layer: Module) -> dict[str, Any] | bool:
-    return f"{path}.scales" in found and cast(dict[str, Any], infer_quant_config(path, layer, found))
+def _packing(tensors: dict[str, mx.array], path: str, layer: Module) -> dict[str, Any] | bool:
+    return f"{path}.scales" in tensors and cast(dict[str, Any], infer_quant_config(path, layer, tensors))
 
 
 def _kind(array: mx.array) -> mx.Dtype | mx.DtypeCategory:

@@ -147,8 +147,8 @@ class InstalledModel:
 
     @property
     def quantization(self) -> str:
-        found = self._config.get("quantization") or self._config.get("quantization_config")
-        bits = found.get("bits") if isinstance(found, dict) else None
+        declared = self._config.get("quantization") or self._config.get("quantization_config")
+        bits = declared.get("bits") if isinstance(declared, dict) else None
         return f"{bits} bit" if bits else ""
 
 
@@ -252,10 +252,10 @@ def _find_download(repository: RepositoryName) -> WeightsPlace | None:
 def _largest_here(name: str) -> str:
     """The largest model here of the family `name`; else `name`. Raises ModelNotFound."""
     family = find_family(name)
-    found = [one.name for one in family if _find_download(RepositoryName(one.repository)) is not None]
-    if family and not found:
+    pulled = [size.name for size in family if _find_download(RepositoryName(size.repository)) is not None]
+    if family and not pulled:
         raise ModelNotFound(f"No model of the family {name} is on this machine; download one: mlx-serve pull {name}")
-    return found[-1] if found else name
+    return pulled[-1] if pulled else name
 
 
 def find_stored(name: str) -> StoredModel | None:
@@ -342,12 +342,12 @@ def model_id(name: str) -> str:
 
 def _refs(snapshot: Path) -> list[str]:
     """The branches and tags of a commit."""
-    refs, found = snapshot.parent.parent / "refs", []
+    refs, revisions = snapshot.parent.parent / "refs", []
     for ref in refs.rglob("*"):
         with contextlib.suppress(OSError, ValueError):
             if ref.is_file() and ref.read_text().strip() == snapshot.name:
-                found.append(str(ref.relative_to(refs)))
-    return found
+                revisions.append(str(ref.relative_to(refs)))
+    return revisions
 
 
 def installed() -> list[InstalledModel]:
@@ -431,9 +431,9 @@ def suggest_smaller(name: str, limit_bytes: int) -> str | None:
 
     Models of the same family come first, then of a similar one, then all.
     """
-    everything = [one for family in FAMILIES.values() for one in family]
+    everything = [size for family in FAMILIES.values() for size in family]
     candidates = (_within(name, "[^a-z0-9]"), _within(name, "[^a-z]"), FAMILIES[GENERAL], everything)
-    return next((found.name for some in candidates if (found := largest(some, limit_bytes)) is not None), None)
+    return next((smaller.name for some in candidates if (smaller := largest(some, limit_bytes)) is not None), None)
 
 
 def _within(name: str, ignored: str) -> Sequence[ShortName]:

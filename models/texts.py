@@ -43,12 +43,12 @@ def read_object(text: str, *, allow_nan: bool = False) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+def shared_length(sequence: Sequence[Any], other: Sequence[Any]) -> int:
     """Length of the common beginning, comparing whole slices."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(sequence), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if sequence[low:middle] == other[low:middle]:
             low = middle
         else:
             high = middle - 1

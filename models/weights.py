@@ -71,9 +71,9 @@ def _files_of_index(folder: Path) -> set[str]:
 
 def other_formats(files: Iterable[Path | str]) -> str:
     """A message about unsupported weights, if any: a pickle runs its author's code."""
-    found = [str(file).lower() for file in files]
+    names = [str(file).lower() for file in files]
     for what, suffixes in _OTHER_FORMATS.items():
-        if any(name.endswith(suffixes) for name in found):
+        if any(name.endswith(suffixes) for name in names):
             return f"; {what} there, but only the safetensors format is read: {ADVICE}"
     return ""
 

@@ -235,12 +235,12 @@ class Activity:
         """Notes that a request runs no more."""
         self._open.pop(request, None)
 
-    def note(self, one: OpenRequest, event: Started | Progress | Delta | None = None) -> None:
+    def note(self, request: OpenRequest, event: Started | Progress | Delta | None = None) -> None:
         """Publishes what happened: an event, of deltas the first; None: the request waits for a slot."""
         if event is None:
-            self._open[one] = None
+            self._open[request] = None
         if self.log.is_wanted:
-            self._publish(one, *running_event(one, event))
+            self._publish(request, *running_event(request, event))
 
     def tell(self, record: RequestRecord) -> None:
         """Sums an ended request, and publishes the end of its choices."""
@@ -249,13 +249,13 @@ class Activity:
         self._sums.put(namespace, "", own)
         for sums in (self._sums_of_all, own):
             sums.add(record)
-        for one in reversed(record.choices):
-            self._open.pop(one, None)
+        for choice in reversed(record.choices):
+            self._open.pop(choice, None)
             if self.log.is_wanted:
-                self._publish(one, "request.ended", ended_fields(record, one))
+                self._publish(choice, "request.ended", ended_fields(record, choice))
 
-    def _publish(self, one: OpenRequest, name: str, fields: Mapping[str, Any]) -> None:
-        self.log.publish(name, one.request.namespace, **one.who, **fields)
+    def _publish(self, request: OpenRequest, name: str, fields: Mapping[str, Any]) -> None:
+        self.log.publish(name, request.request.namespace, **request.who, **fields)
 
     # ------------------------------------------------------------------------------------------- models and state
 
@@ -265,8 +265,8 @@ class Activity:
             return
         seconds = None if change.seconds is None else round(change.seconds, 1)
         fields = {"model": change.model_id, "seconds": seconds, "message": change.message}
-        told = {name: value for name, value in fields.items() if value is not None}
-        self.log.publish(f"model.{change.kind}", None, **told)
+        known = {name: value for name, value in fields.items() if value is not None}
+        self.log.publish(f"model.{change.kind}", None, **known)
         engine = self._engines().get(change.model_id)
         if engine is not None:
             engine.watch(partial(self._note_state, change.model_id))
@@ -283,15 +283,15 @@ class Activity:
 _TOLD_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
-def running_event(one: OpenRequest, event: Started | Progress | Delta | None) -> tuple[str, dict[str, Any]]:
+def running_event(request: OpenRequest, event: Started | Progress | Delta | None) -> tuple[str, dict[str, Any]]:
     """An event's name and fields."""
     match event:
         case None:
-            sampling = {name: getattr(one.request.sampling, name) for name in _TOLD_SAMPLING}
-            tokens = {"prompt_tokens": len(one.request.tokens), "max_tokens": one.request.max_tokens}
-            return "request.queued", {"endpoint": one.arrival.endpoint, **tokens, **sampling}
+            sampling = {name: getattr(request.request.sampling, name) for name in _TOLD_SAMPLING}
+            tokens = {"prompt_tokens": len(request.request.tokens), "max_tokens": request.request.max_tokens}
+            return "request.queued", {"endpoint": request.arrival.endpoint, **tokens, **sampling}
         case Started():
-            queue_ms = 1000 * (one.started_at - one.arrival.received) - event.restore_ms
+            queue_ms = 1000 * (request.started_at - request.arrival.received) - event.restore_ms
             return "request.started", {
                 "slot": event.slot,
                 "prompt_tokens": event.prompt_tokens,
@@ -305,19 +305,19 @@ def running_event(one: OpenRequest, event: Started | Progress | Delta | None) ->
         case Progress():
             return "request.progress", {"evaluated": event.evaluated, "total": event.total}
         case Delta():
-            return "request.first_token", {"ms": one.first_text_ms}
+            return "request.first_token", {"ms": request.first_text_ms}
 
 
-def ended_fields(record: RequestRecord, one: OpenRequest) -> dict[str, Any]:
+def ended_fields(record: RequestRecord, request: OpenRequest) -> dict[str, Any]:
     """Fields of the event about a choice's end."""
-    timings, is_first = one.timings, one is record.first
+    timings, is_first = request.timings, request is record.first
     return {
-        "finish": one.outcome or CANCELLED,
-        **vars(counts_of([one])),
+        "finish": request.outcome or CANCELLED,
+        **vars(counts_of([request])),
         "prompt_ms": None if timings is None else round(timings.prompt_ms, 1),
         "predicted_ms": None if timings is None else round(timings.predicted_ms, 1),
         "total_ms": round(1000 * record.total_seconds, 1),
-        "tier": one.tier,
+        "tier": request.tier,
         "lost_tokens": record.turn.lost_tokens if is_first else 0,
         "miss": record.turn.miss if is_first else None,
     }

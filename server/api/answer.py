@@ -87,7 +87,7 @@ class Exchange(Question, ABC):
         """The exchanges answered side by side, itself first; all of one model, equal prompts neighbours."""
         return (self,)
 
-    def begun(self, answer: "Answer", held: ExitStack) -> None:
+    def begun(self, answer: "Answer", stack: ExitStack) -> None:
         """Called once the engine has the request; may take over `held`. Raises ApiError (429)."""
 
     def frames(self, answer: "Answer") -> AsyncIterator[bytes]:
@@ -347,9 +347,9 @@ class Answer:
         if self._num_choices == 1:
             return well[-1]
         counts = counts_of(self.runs)
-        told = {name: join([getattr(end.timings, name) for end in well]) for name, join in _OF_ALL.items()}
+        sums = {name: join([getattr(end.timings, name) for end in well]) for name, join in _OF_ALL.items()}
         prompt = {"cache_tokens": counts.cached_tokens, "evaluated_tokens": counts.evaluated_tokens}
-        timings = Timings(**prompt, predicted_tokens=counts.completion_tokens, **told)
+        timings = Timings(**prompt, predicted_tokens=counts.completion_tokens, **sums)
         totals: dict[str, Any] = {name: _total(getattr(end, name) for end in well) for name in _TOTALS}
         return replace(well[0], prompt_tokens=counts.prompt_tokens, timings=timings, **totals)
 

@@ -222,8 +222,8 @@ def tool_choice_reader(*kinds: str | None) -> BeforeValidator:
     """
 
     def inner(value: Any, field: str) -> dict[str, Any]:
-        held = value.get(field, value) if isinstance(value, dict) else value
-        return held if isinstance(held, dict) else {}
+        choice = value.get(field, value) if isinstance(value, dict) else value
+        return choice if isinstance(choice, dict) else {}
 
     def read(value: Any) -> Any:
         if value in (None, "auto", "none"):

@@ -86,11 +86,11 @@ def part_text(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in (*_TEXT_PARTS, "refusal", "thinking"):
         return None
-    held = part.get("text" if kind in _TEXT_PARTS else kind)
-    if kind == "thinking" and isinstance(held, list):  # Mistral's
-        texts = list(map(part_text, held))
+    content = part.get("text" if kind in _TEXT_PARTS else kind)
+    if kind == "thinking" and isinstance(content, list):  # Mistral's
+        texts = list(map(part_text, content))
         return None if None in texts else "".join(filter(None, texts))
-    return held if isinstance(held, str) else None
+    return content if isinstance(content, str) else None
 
 
 def tool_result(value: Any) -> Any:
@@ -122,11 +122,11 @@ class FormatBody(BodyModel):
     @model_validator(mode="before")
     @classmethod
     def _as_flat(cls, value: Any) -> Any:
-        held = value.get("json_schema") if isinstance(value, dict) else None
-        if not isinstance(held, dict):
+        inner = value.get("json_schema") if isinstance(value, dict) else None
+        if not isinstance(inner, dict):
             return value
-        is_schema = bool(held.keys() - {"name", "description", "schema", "strict"})
-        return {**({"schema": held} if is_schema else held), **value}
+        is_schema = bool(inner.keys() - {"name", "description", "schema", "strict"})
+        return {**({"schema": inner} if is_schema else inner), **value}
 
 
 def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Mapping[str, Rule] = MappingProxyType({})) -> Body:

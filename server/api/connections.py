@@ -122,8 +122,8 @@ class _Parser(h11.Connection):
         self.has_long_head = num_bytes - len(self.trailing_data[0]) > MAX_HEAD_BYTES
         if self.has_long_head or not event.http_version.startswith(b"1."):
             raise h11.RemoteProtocolError("a long head, or another version")
-        found = _ABSOLUTE.fullmatch(event.target)
-        return event if found is None else _with_target(event, *found.groups())
+        match = _ABSOLUTE.fullmatch(event.target)
+        return event if match is None else _with_target(event, *match.groups())
 
 
 def _with_target(request: h11.Request, host: bytes, rest: bytes) -> h11.Request:

@@ -124,7 +124,7 @@ class Conversation:
 
     def _quotable(self) -> tuple[str, ...]:
         """New tool results as calls' arguments quote them, where JSON changes them; the newest comes last."""
-        found, left = list[str](), MAX_QUOTABLE_CHARACTERS
+        texts, left = list[str](), MAX_QUOTABLE_CHARACTERS
         for message in reversed(self.messages):
             if message["role"] not in _ROLES_ANSWERED or not left:
                 break
@@ -132,8 +132,8 @@ class Conversation:
                 text = plain_text(message.get("content"))[:left]
                 quoted = json.dumps(text, ensure_ascii=False)[1:-1][:left]
                 left -= len(quoted)
-                found += [quoted] if quoted != text else []
-        return tuple(reversed(found))
+                texts += [quoted] if quoted != text else []
+        return tuple(reversed(texts))
 
     @property
     def asked(self) -> Sequence[Message]:
@@ -191,10 +191,10 @@ def media_in_words(part: Any) -> str | None:
         return None
     source = part.get("source")
     given = source if isinstance(source, Mapping) else {}
-    held = {"text": given.get("data"), "content": given.get("content")}.get(str(given.get("type")))
-    if kind != "document" or held is None:
+    content = {"text": given.get("data"), "content": given.get("content")}.get(str(given.get("type")))
+    if kind != "document" or content is None:
         return UNREAD.format(kind)
-    blocks = held if isinstance(held, list) else [{"text": held}]
+    blocks = content if isinstance(content, list) else [{"text": content}]
     read = (media_in_words(one) or one.get("text") for one in blocks if isinstance(one, Mapping))
     return "\n".join(str(text) for text in (part.get("title"), part.get("context"), *read) if text)
 

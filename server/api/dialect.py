@@ -233,8 +233,8 @@ class ApiContext:
             with self._lock:
                 if make not in self._kept:
                     self._kept[make] = make(self.config)
-        found: Kept = self._kept[make]
-        return found
+        kept: Kept = self._kept[make]
+        return kept
 
     def close(self) -> None:
         """Closes what dialects keep, once nothing uses it any more."""

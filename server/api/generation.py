@@ -327,8 +327,8 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
     if body.bad_words:
         # Each text at a line's start and after a blank.
         forms = [form for text in body.bad_words for form in (text.lstrip(), " " + text.lstrip()) if text.strip()]
-        found = dict.fromkeys(tuple(model.renderer.tokenize(form)) for form in forms)
-        given["bad_words"] = tuple(ids for ids in found if ids and max(ids) < model.vocab_size)
+        sequences = dict.fromkeys(tuple(model.renderer.tokenize(form)) for form in forms)
+        given["bad_words"] = tuple(ids for ids in sequences if ids and max(ids) < model.vocab_size)
     if body.dry_multiplier:
         given["dry_breakers"] = _breaker_tokens(body.dry_sequence_breakers, model)
     return changed_sampling(options_sampling(body.options, model), body, model.vocab_size, **given)
@@ -354,11 +354,11 @@ def _biases(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, fl
 
 def _breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int, ...]:
     """Sorted tokens that hold one of `texts`, or the last token of a text that none holds."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for text in _BREAKERS if texts is None else filter(None, texts):
         last = model.renderer.tokenize(text)[-1:]
-        found.update(model.tokens_containing(text) or [token for token in last if token < model.vocab_size])
-    return tuple(sorted(found))
+        ids.update(model.tokens_containing(text) or [token for token in last if token < model.vocab_size])
+    return tuple(sorted(ids))
 
 
 def options_sampling(options: Options | None, model: ServedModel) -> SamplingParams:

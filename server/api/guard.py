@@ -69,8 +69,8 @@ def _check_host(config: ServerConfig, host: str | None) -> None:
     """Browsers always send a host; a required key allows any."""
     if config.needs_key or ANY in config.allowed_hosts or host is None:
         return
-    found = _HOST.fullmatch(host)
-    name = found["name"].lower().rstrip(".") if found is not None else ""
+    match = _HOST.fullmatch(host)
+    name = match["name"].lower().rstrip(".") if match is not None else ""
     last = name.rpartition(".")[2]
     is_address = name.startswith("[") or last.isdecimal()
     is_safe = is_address or last == name or name.endswith(_PRIVATE_ENDINGS)
@@ -265,8 +265,8 @@ def _note_refusal(request: Request, error: ApiError) -> None:
     # A template's message may quote the conversation, which only the client may see.
     loggable = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message
     reason = cut(loggable, MAX_REASON_LENGTH)
-    told = (request.method, path, error.status, code, reason, key_name_of(request))
-    logger.log(logging.WARNING if error.status >= 500 else logging.INFO, RequestRefused(state.request_id, *told))
+    fields = (request.method, path, error.status, code, reason, key_name_of(request))
+    logger.log(logging.WARNING if error.status >= 500 else logging.INFO, RequestRefused(state.request_id, *fields))
     if request.method == "POST" and error.code not in _OF_STRANGERS:
         namespace, session_id = getattr(state, "asked_as", None) or (namespace_of(request, None), None)
         param, message = error.param and cut(error.param, MAX_PATH_LENGTH), cut(error.message, MAX_REASON_LENGTH)

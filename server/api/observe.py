@@ -88,21 +88,21 @@ class Metrics:
 
 
 def _observed(record: RequestRecord) -> Iterator[tuple[str, float]]:
-    one, received = record.first, record.first.arrival.received
+    first, received = record.first, record.first.arrival.received
     yield "e2e_request_latency_seconds", record.total_seconds
-    if one.started is None:
+    if first.started is None:
         return
-    yield "request_queue_time_seconds", max(one.started_at - received, 0.0)
-    yield "request_restore_time_seconds", one.started.restore_ms / 1000
+    yield "request_queue_time_seconds", max(first.started_at - received, 0.0)
+    yield "request_restore_time_seconds", first.started.restore_ms / 1000
     yield "request_prompt_tokens", record.turn.prompt_tokens
     yield "request_generation_tokens", record.turn.completion_tokens
-    if one.first_text_at is not None:
-        yield "time_to_first_token_seconds", one.first_text_at - received
-    if one.timings is not None:
-        yield "request_prefill_time_seconds", one.timings.prompt_ms / 1000
-        yield "request_decode_time_seconds", one.timings.predicted_ms / 1000
-        if one.timings.token_ms is not None:
-            yield "request_time_per_output_token_seconds", one.timings.token_ms / 1000
+    if first.first_text_at is not None:
+        yield "time_to_first_token_seconds", first.first_text_at - received
+    if first.timings is not None:
+        yield "request_prefill_time_seconds", first.timings.prompt_ms / 1000
+        yield "request_decode_time_seconds", first.timings.predicted_ms / 1000
+        if first.timings.token_ms is not None:
+            yield "request_time_per_output_token_seconds", first.timings.token_ms / 1000
 
 
 def _counted(record: RequestRecord) -> Iterator[tuple[str, float, *tuple[str, ...]]]:
@@ -174,13 +174,13 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = {model_id: engine.stats() for model_id, engine in self._engines().items()}
-        slots = ("slots", "Slots by activity.", "state", lambda found: found.requests.slots(self._num_slots))
+        slots = ("slots", "Slots by activity.", "state", lambda engine: engine.requests.slots(self._num_slots))
         for family, table in ((GaugeMetricFamily, [*_ENGINE_GAUGES, slots]), (CounterMetricFamily, _ENGINE_COUNTERS)):
             for name, text, label, read in table:
                 labels = ("model", label) if label else ("model",)
                 metric: GaugeMetricFamily | CounterMetricFamily = family(f"{PREFIX}_{name}", text, labels=labels)
-                for model_id, found in stats.items():
-                    values = read(found)
+                for model_id, engine in stats.items():
+                    values = read(engine)
                     for part, value in values.items() if isinstance(values, Mapping) else [("", values)]:
                         metric.add_metric((model_id, part)[: len(labels)], value)
                 yield metric
@@ -254,7 +254,7 @@ def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
     """The attributes of a request's span."""
     first, turn = record.first, record.turn
     request, sampling = first.request, first.request.sampling
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion" if first.arrival.endpoint in _COMPLETIONS else "chat",
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": turn.model,
@@ -276,21 +276,21 @@ def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
         "mlx_serve.lost_tokens": turn.lost_tokens if turn.miss is not None else None,
         "mlx_serve.miss": turn.miss.reason if turn.miss is not None else None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
     """Yields phases, with starts and ends as `time.monotonic()`."""
-    one, received = record.first, record.first.arrival.received
-    if one.started is None:
+    choice, received = record.first, record.first.arrival.received
+    if choice.started is None:
         yield "queue", received, record.ended
         return
-    restored_from = max(received, one.started_at - one.started.restore_ms / 1000)
-    first = one.first_text_at if one.first_text_at is not None else record.ended
+    restored_from = max(received, choice.started_at - choice.started.restore_ms / 1000)
+    first = choice.first_text_at if choice.first_text_at is not None else record.ended
     yield "queue", received, restored_from
-    yield "restore", restored_from, one.started_at
-    yield "prefill", one.started_at, first
-    if one.first_text_at is not None:
+    yield "restore", restored_from, choice.started_at
+    yield "prefill", choice.started_at, first
+    if choice.first_text_at is not None:
         yield "decode", first, record.ended
 
 

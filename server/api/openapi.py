@@ -45,12 +45,12 @@ def describe(routes: "Sequence[Endpoint]", version: str) -> JsonSchema:
     taken = ((route.dialect.error_type, route.operation) for route in routes)
     used = ((one.body, one.answer, one.stream, error) for error, one in taken)
     kinds = dict.fromkeys(kind for group in used for kind in group if kind is not None)
-    found, named = TypeAdapter.json_schemas(
+    schemas, named = TypeAdapter.json_schemas(
         [(kind, "validation", TypeAdapter(kind)) for kind in kinds],
         ref_template="#/components/schemas/{model}",
         schema_generator=_Schemas,
     )
-    schemas = {kind: schema for (kind, _), schema in found.items()}
+    schemas = {kind: schema for (kind, _), schema in schemas.items()}
     paths: dict[str, JsonSchema] = {}
     for route in routes:
         path = paths.setdefault(re.sub(r":[a-z]+}", "}", route.path), {})

@@ -82,8 +82,8 @@ class OpenRequest:
     @property
     def who(self) -> dict[str, str | None]:
         """Which request, and whose."""
-        told = {"id": self.request.request_id, "model": self.model_id, "namespace": self.request.namespace}
-        return {**told, "key": self.arrival.key_name, "session_id": self.session_id}
+        fields = {"id": self.request.request_id, "model": self.model_id, "namespace": self.request.namespace}
+        return {**fields, "key": self.arrival.key_name, "session_id": self.session_id}
 
     @property
     def session_id(self) -> str | None:

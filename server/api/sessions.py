@@ -264,9 +264,9 @@ def resolve_line(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | N
 
     Sub-agents, titles, reviews and compactions say what they are, and continue none of the session's own turns.
     """
-    session, told = resolve_session_id(body, headers), codex_metadata(body, headers)
-    thread, kind = told.get("thread_id"), told.get("request_kind")
-    whose = told.get(AGENT_HEADER) or (thread if thread != session else None) or told.get("x-openai-subagent")
+    session, metadata = resolve_session_id(body, headers), codex_metadata(body, headers)
+    thread, kind = metadata.get("thread_id"), metadata.get("request_kind")
+    whose = metadata.get(AGENT_HEADER) or (thread if thread != session else None) or metadata.get("x-openai-subagent")
     lines = (whose, None if kind == "turn" else kind)
     named = [one for one in lines if isinstance(one, str) and one and one.isprintable()]
     return "/".join(filter(None, [session, *named]))[:MAX_SESSION_ID_CHARACTERS] or None
@@ -280,11 +280,11 @@ _LINE_HEADERS = {"thread-id": "thread_id", "x-openai-subagent": "x-openai-subage
 def codex_metadata(body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
     """What agents say of a request: in headers, in the field `client_metadata`, and in JSON in either."""
     field, lowered = body.get("client_metadata"), {name.lower(): value for name, value in headers.items()}
-    told = dict(field) if isinstance(field, Mapping) else {}
-    texts = told.get(_TURN_METADATA), header_text(lowered.get(_TURN_METADATA, ""))
+    metadata = dict(field) if isinstance(field, Mapping) else {}
+    texts = metadata.get(_TURN_METADATA), header_text(lowered.get(_TURN_METADATA, ""))
     for text in texts:
-        told |= (read_object(text, allow_nan=True) if isinstance(text, str) and text else None) or {}
-    return told | {known: header_text(lowered[name]) for name, known in _LINE_HEADERS.items() if name in lowered}
+        metadata |= (read_object(text, allow_nan=True) if isinstance(text, str) and text else None) or {}
+    return metadata | {known: header_text(lowered[name]) for name, known in _LINE_HEADERS.items() if name in lowered}
 
 
 def _candidates(body: Mapping[str, Any], headers: Mapping[str, str]) -> Iterator[tuple[str, Any]]:

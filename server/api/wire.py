@@ -171,8 +171,8 @@ def _amounts(raw: bytes) -> tuple[int, int]:
     is_in_text = False
     while start < len(raw):
         # A block never ends with a backslash, so an escaped character is in its backslash's block.
-        found = _NO_BACKSLASH.search(raw, start + _BLOCK_BYTES - 1)
-        stop = found.end() if found else len(raw)
+        match = _NO_BACKSLASH.search(raw, start + _BLOCK_BYTES - 1)
+        stop = match.end() if match else len(raw)
         parts = raw[start:stop].replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
         between, num_quotes = b"".join(parts[is_in_text::2]), len(parts) - 1
         num_texts += (num_quotes + (not is_in_text)) // 2 + between.count(b"{") + between.count(b"[")
@@ -211,8 +211,8 @@ def body_of(kind: type[Answer], source: object, **others: Any) -> Answer:
     """
     fields = getattr(kind, "__annotations__", {})
     assert others.keys() <= fields.keys(), "every value is of a field"
-    told = (name for name in fields if name in others or name in getattr(kind, "__required_keys__", ()))
-    return cast(Answer, {name: others[name] if name in others else _read(source, name) for name in told})
+    names = (name for name in fields if name in others or name in getattr(kind, "__required_keys__", ()))
+    return cast(Answer, {name: others[name] if name in others else _read(source, name) for name in names})
 
 
 def _read(source: object, name: str) -> Any:

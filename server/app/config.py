@@ -207,9 +207,9 @@ def merge(layers: Iterable[Layer]) -> Layer:
     merged: dict[str, ToldSetting] = {}
     is_key_told = False
     for layer in layers:
-        for name, told in layer.items():
+        for name, setting in layer.items():
             if name not in merged and not (is_key_told and name in _ONE_KEY):
-                merged[name] = read(SETTINGS[name], told)
+                merged[name] = read(SETTINGS[name], setting)
         is_key_told = is_key_told or not _KEYS.isdisjoint(layer)
     defaults = {name: ToldSetting(setting.default, "default", setting.flag) for name, setting in SETTINGS.items()}
     return {**defaults, **merged}
@@ -217,31 +217,31 @@ def merge(layers: Iterable[Layer]) -> Layer:
 
 def checked(settings: Layer) -> ServerConfig:
     """The settings together. Raises ConfigError for two that contradict each other."""
-    config = ServerConfig(**{name: told.value for name, told in settings.items()})
+    config = ServerConfig(**{name: setting.value for name, setting in settings.items()})
     names = [name for name, _ in map(parse_adapter, config.adapters)]
     for name in names:
         if names.count(name) > 1 or name in config.models:
             raise ConfigError(f"{settings['adapters'].where}: {name!r} stands for something else already")
     if ANY_ORIGIN in config.cors and not config.needs_key:
-        told = f"{settings['cors'].where} is '*', which lets every web page use this server"
-        raise ConfigError(f"{told}; it must have --api-key then")
+        where = settings["cors"].where
+        raise ConfigError(f"{where} is '*', which lets every web page use this server; that needs --api-key")
     return config
 
 
-def read(setting: Setting, told: ToldSetting) -> ToldSetting:
+def read(setting: Setting, source: ToldSetting) -> ToldSetting:
     """With the value as `ServerConfig` has it. Raises ConfigError, which names the source."""
-    value = told.value
+    value = source.value
     if not isinstance(setting.default, tuple):
-        return replace(told, value=_read_one(setting, value, told.where))
+        return replace(source, value=_read_one(setting, value, source.where))
     if isinstance(value, str):
         # What is healed for one model has commas of its own.
         value = [part.strip() for part in (value.split(",") if setting.name != "heals" else [value]) if part.strip()]
     if not isinstance(value, list) or not (value or setting.default == ()):
-        raise ConfigError(f"{told.where} is {value!r}; it must hold at least one name")
-    values = tuple(_read_one(setting, one, told.where) for one in value)
+        raise ConfigError(f"{source.where} is {value!r}; it must hold at least one name")
+    values = tuple(_read_one(setting, one, source.where) for one in value)
     if len(set(values)) != len(values):
-        raise ConfigError(f"{told.where} is {value!r}; a name stands there twice")
-    return replace(told, value=values)
+        raise ConfigError(f"{source.where} is {value!r}; a name stands there twice")
+    return replace(source, value=values)
 
 
 def _read_one(setting: Setting, value: Any, where: str) -> Any:

@@ -53,11 +53,11 @@ class KeyRing:
 
     def find(self, given: str) -> ApiKey | None:
         """The key that was sent, in a time that reveals nothing of it."""
-        digest, found = digest_of(given), None
+        digest, match = digest_of(given), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
-                found = key
-        return found
+                match = key
+        return match
 
     def name_of(self, namespace: str) -> str | None:
         """The name of the key of a namespace."""
@@ -222,8 +222,8 @@ def _check(key: ApiKey, usage: KeyUsage) -> None:
         raise OverLimit(f"{key.concurrent_requests} at once", BUSY_RETRY_SECONDS)
     for what, limit in key.per_minute.items():
         if usage.left[what] < 1:
-            told = f"as take {limit} tokens" if what == "tokens" else str(limit)
-            raise OverLimit(f"{told} a minute", (1 - usage.left[what]) * 60 / limit)
+            value = f"as take {limit} tokens" if what == "tokens" else str(limit)
+            raise OverLimit(f"{value} a minute", (1 - usage.left[what]) * 60 / limit)
 
 
 def duration_text(seconds: float) -> str:

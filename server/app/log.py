@@ -43,7 +43,9 @@ def make_handler(stream: TextIO, log_format: str) -> logging.Handler:
         handler = _TerminalHandler(stream)
         handler.setFormatter(_TerminalFormatter(stream, is_coloured=not console.no_color))
         return handler
-    handler.addFilter(lambda one: not isinstance(one.msg, PrefillProgress) or one.msg.number % PROGRESS_IN_FILES == 0)
+    handler.addFilter(
+        lambda event: not isinstance(event.msg, PrefillProgress) or event.msg.number % PROGRESS_IN_FILES == 0
+    )
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _FileFormatter())
     return handler
 

@@ -209,8 +209,8 @@ class TextsEmbedded(LogEntry):
         """The request, and its cost."""
         texts = "1 text" if self.num_texts == 1 else f"{grouped(self.num_texts)} texts"
         cost = f"{texts}, {grouped(self.prompt_tokens)} tokens"
-        told = map(EntryPart, (f"POST {self.path}", cost, seconds_text(self.total_ms / 1000)))
-        return [*_head(short_id(self.request_id), self.key), *told]
+        parts = map(EntryPart, (f"POST {self.path}", cost, seconds_text(self.total_ms / 1000)))
+        return [*_head(short_id(self.request_id), self.key), *parts]
 
 
 # ------------------------------------------------------------------------------------------------------- words
@@ -286,8 +286,10 @@ def lay_out(head: str, parts: Sequence[EntryPart], width: int, paint: Paint) -> 
     columns, pieces = max(width - len(indent), 1), list[EntryPart]()
     for part in parts:
         words = [EntryPart(word) for word in _BREAK.split(part.text)]
-        pieces += (EntryPart(" ".join(one.text for one in line), part.tone) for line in _lines(words, " ", columns))
-    lines = [GAP.join(paint(one.text, one.tone) for one in line) for line in _lines(pieces, GAP, columns)]
+        pieces += (
+            EntryPart(" ".join(piece.text for piece in line), part.tone) for line in _lines(words, " ", columns)
+        )
+    lines = [GAP.join(paint(piece.text, piece.tone) for piece in line) for line in _lines(pieces, GAP, columns)]
     return head + GAP + f"\n{indent}".join(lines)
 
 

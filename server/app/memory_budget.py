@@ -153,8 +153,8 @@ def read_pressure(system: str, sysctl: Callable[[bytes], int | None] | None = No
         waits = dict(re.findall(r"^(some|full) avg10=([\d.]+)", PSI.read_text(), re.MULTILINE))
     except OSError:
         return Pressure.NORMAL
-    found = (level for level, (kind, percent) in PSI_PERCENT.items() if float(waits.get(kind, 0)) >= percent)
-    return max(found, default=Pressure.NORMAL)
+    levels = (level for level, (kind, percent) in PSI_PERCENT.items() if float(waits.get(kind, 0)) >= percent)
+    return max(levels, default=Pressure.NORMAL)
 
 
 def _sysctl(name: bytes) -> int | None:
@@ -218,7 +218,7 @@ class OwnClaim:
     def find_share(self, usable_bytes: int) -> int:
         """This server's part beside those that run now. Blocks; for any thread."""
         own = self._claim
-        return share_of(usable_bytes, own, [one for one in running(self._path.parent) if one.pid != own.pid])
+        return share_of(usable_bytes, own, [claim for claim in running(self._path.parent) if claim.pid != own.pid])
 
     def close(self) -> None:
         """Gives the claim up."""
@@ -255,8 +255,8 @@ def _claims(folder: Path) -> list[Claim]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError(f"{folder} is not this user's alone")
     descriptor = _open(folder / "lock")
     try:

@@ -302,9 +302,9 @@ def _engine_config(config: ServerConfig, budget_bytes: int, served: ServedModel)
 
 def _active_share(config: dict[str, Any]) -> float:
     """Share of the experts that a token goes through."""
-    found = {**config, **(config.get("text_config") or {})}
-    active = found.get("num_experts_per_tok")
-    experts = found.get("num_experts") or found.get("num_local_experts") or found.get("n_routed_experts")
+    fields = {**config, **(config.get("text_config") or {})}
+    active = fields.get("num_experts_per_tok")
+    experts = fields.get("num_experts") or fields.get("num_local_experts") or fields.get("n_routed_experts")
     return active / experts if isinstance(active, int) and isinstance(experts, int) else 1.0
 
 

@@ -229,13 +229,13 @@ class Budgets:
 
     def relieve(self, level: Pressure) -> bool:
         """Adapts to a lack of memory; returns whether its level has changed."""
-        held = self._held()
-        total_bytes = sum(held.values())
+        state_bytes = self._held()
+        total_bytes = sum(state_bytes.values())
         limit = self.idle_limit
         has_changed = limit.update(level, self._clock(), total_bytes, self._for_state(self._uses()))
         if limit.max_bytes is None or total_bytes <= limit.max_bytes:
             return has_changed
-        parts = {model_id: limit.max_bytes * num_bytes // total_bytes for model_id, num_bytes in held.items()}
+        parts = {model_id: limit.max_bytes * num_bytes // total_bytes for model_id, num_bytes in state_bytes.items()}
         for member in self.members.values():
             member.engine.execute_later(limit_idle, parts[member.source.id])
         self._shrink_unloaded(parts, "other programs")
@@ -248,8 +248,8 @@ class Budgets:
         logger.info("the conversations of %s are given up: %s need the memory", model_id, for_whom)
 
     def _held(self) -> dict[str, int]:
-        held = {member.source.id: member.held_bytes for member in self.members.values()}
-        return held | {model_id: state.num_bytes for model_id, state in self.unloaded.items()}
+        held_bytes = {member.source.id: member.held_bytes for member in self.members.values()}
+        return held_bytes | {model_id: state.num_bytes for model_id, state in self.unloaded.items()}
 
     def _for_state(self, uses: Sequence[ModelUse]) -> int:
         return self._memory.for_state([one.weights_bytes for one in uses if one.is_loaded])

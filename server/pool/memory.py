@@ -141,27 +141,27 @@ def divide(total_bytes: int, models: Sequence[ModelUse]) -> dict[str, int]:
     memory is left, models in use get their used bytes and a step of growth, other models get their used bytes, other
     loaded models get their due budget, and models in use share the rest. Each time the last used model comes first.
     """
-    latest = sorted(models, key=lambda one: one.last_used, reverse=True)
-    in_use, idle = [one for one in latest if one.is_in_use], [one for one in latest if not one.is_in_use]
+    latest = sorted(models, key=lambda model: model.last_used, reverse=True)
+    in_use, idle = [model for model in latest if model.is_in_use], [model for model in latest if not model.is_in_use]
     due = due_bytes(total_bytes, models)
     growth, unloaded_floor = due // FLOOR_PART, _unloaded_floor(total_bytes, models)
     claims = [
-        *((one, due) for one in in_use),
-        *((one, min(one.used_bytes, growth if one.is_loaded else unloaded_floor)) for one in idle),
-        *((one, one.used_bytes) for one in in_use),
-        *((one, one.used_bytes + growth) for one in in_use),
-        *((one, one.used_bytes) for one in idle),
-        *((one, due) for one in idle if one.is_loaded),
+        *((model, due) for model in in_use),
+        *((model, min(model.used_bytes, growth if model.is_loaded else unloaded_floor)) for model in idle),
+        *((model, model.used_bytes) for model in in_use),
+        *((model, model.used_bytes + growth) for model in in_use),
+        *((model, model.used_bytes) for model in idle),
+        *((model, due) for model in idle if model.is_loaded),
     ]
-    budgets, left_bytes = dict.fromkeys((one.id for one in (*in_use, *idle)), 0), total_bytes
-    for one, wanted_bytes in claims:
-        given_bytes = max(min(min(wanted_bytes, one.useful_bytes) - budgets[one.id], left_bytes), 0)
-        budgets[one.id] += given_bytes
+    budgets, left_bytes = dict.fromkeys((model.id for model in (*in_use, *idle)), 0), total_bytes
+    for model, wanted_bytes in claims:
+        given_bytes = max(min(min(wanted_bytes, model.useful_bytes) - budgets[model.id], left_bytes), 0)
+        budgets[model.id] += given_bytes
         left_bytes -= given_bytes
-    growing = in_use or [one for one in idle if one.is_loaded]
-    for number, one in enumerate(sorted(growing, key=lambda one: one.useful_bytes - budgets[one.id])):
-        given_bytes = min(left_bytes // (len(growing) - number), one.useful_bytes - budgets[one.id])
-        budgets[one.id] += given_bytes
+    growing = in_use or [model for model in idle if model.is_loaded]
+    for number, model in enumerate(sorted(growing, key=lambda model: model.useful_bytes - budgets[model.id])):
+        given_bytes = min(left_bytes // (len(growing) - number), model.useful_bytes - budgets[model.id])
+        budgets[model.id] += given_bytes
         left_bytes -= given_bytes
     return budgets
 

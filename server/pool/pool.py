@@ -121,10 +121,10 @@ class ModelPool:
         self._background: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.is_closed = False
-        state_bytes = settings.memory.for_state([one.weights_bytes for one in opened]) // max(len(opened), 1)
-        for one in opened:
-            one.budget_bytes, one.last_used = min(state_bytes, one.useful_bytes), clock()
-            self.loaded[one.source.id] = one
+        state_bytes = settings.memory.for_state([engine.weights_bytes for engine in opened]) // max(len(opened), 1)
+        for engine in opened:
+            engine.budget_bytes, engine.last_used = min(state_bytes, engine.useful_bytes), clock()
+            self.loaded[engine.source.id] = engine
         self.budgets.plan()
 
     @classmethod
@@ -155,8 +155,8 @@ class ModelPool:
     @property
     def stuck(self) -> dict[str, float]:
         """The models whose engines are stuck, and for how many seconds."""
-        found = self.watched.items()
-        return {name: round(seconds, 1) for name, one in found if (seconds := one.stuck_seconds) is not None}
+        engines = self.watched.items()
+        return {name: round(seconds, 1) for name, engine in engines if (seconds := engine.stuck_seconds) is not None}
 
     def idle_seconds_left(self, member: Member) -> float:
         """Infinite if the model stays."""
@@ -184,8 +184,8 @@ class ModelPool:
         if not name:
             return self._default_source()
         try:
-            found = (self._catalog.find(spelling) for spelling in spellings(name, self._settings.aliases))
-            source = next((source for source in found if source is not None), None)
+            sources = (self._catalog.find(spelling) for spelling in spellings(name, self._settings.aliases))
+            source = next((source for source in sources if source is not None), None)
         except ModelBroken as error:
             raise LoadFailed(str(error)) from error
         if source is None:
@@ -328,8 +328,8 @@ class ModelPool:
             self._fail(loading, error)
         except Exception:  # a bug of ours, or of an architecture's code: it concerns this model only
             logger.exception("%s could not be loaded", loading.source.id)
-            told = f"{loading.source.id} could not be loaded; the server's log has the details"
-            self._fail(loading, LoadFailed(told))
+            text = f"{loading.source.id} could not be loaded; the server's log has the details"
+            self._fail(loading, LoadFailed(text))
         self.watch()
 
     def _fail(self, loading: Loading, error: Exception) -> None:
@@ -370,11 +370,11 @@ class ModelPool:
 
     async def _ready(self, loading: Loading) -> Member:
         is_loaded = loading.source.id in self.loaded
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
                 member = self.loaded[loading.source.id] if is_loaded else await self._load(loading)
                 # The model counts as in use from now on, however long this takes.
-                held.enter_context(self._hold(member))
+                stack.enter_context(self._hold(member))
                 if is_loaded:
                     await self._make_room(loading, [])
                 return member
@@ -549,8 +549,8 @@ async def _checked(source: ModelSource, work: Awaitable[Result]) -> Result:
     except ModelError as error:
         logger.warning("%s cannot be loaded: %s", source.id, error)
         # Clients get the name of the file, not its folder.
-        told = str(error).replace(f"{source.path}/", "").replace(str(source.path), source.id)
-        raise LoadFailed(f"{source.id} cannot be loaded: {told}") from error
+        text = str(error).replace(f"{source.path}/", "").replace(str(source.path), source.id)
+        raise LoadFailed(f"{source.id} cannot be loaded: {text}") from error
     except FolderError as error:
         logger.warning("%s cannot be loaded: %s", source.id, error)
         raise LoadFailed(f"{source.id} cannot be loaded: its folder of --cache-disk cannot be used") from error

@@ -225,16 +225,16 @@ def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> Model
     }
 
 
-def _request_body(one: OpenRequest, now: float) -> OpenRequestBody:
+def _request_body(request: OpenRequest, now: float) -> OpenRequestBody:
     return body_of(
         OpenRequestBody,
-        one,
-        endpoint=one.arrival.endpoint,
-        slot=None if one.started is None else one.started.slot,
-        received=round(time.time() - now + one.arrival.received, 3),
-        seconds=round(now - one.arrival.received, 3),
-        **one.who,
-        **vars(counts_of([one])),
+        request,
+        endpoint=request.arrival.endpoint,
+        slot=None if request.started is None else request.started.slot,
+        received=round(time.time() - now + request.arrival.received, 3),
+        seconds=round(now - request.arrival.received, 3),
+        **request.who,
+        **vars(counts_of([request])),
     )
 
 

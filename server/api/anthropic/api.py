@@ -281,20 +281,20 @@ class _MessageExchange(Exchange):
                     self._finished.append(event)
                     self._is_cut = part.parser.is_cut
                     called = [block for block in part._content.so_far if block["type"] == "server_tool_use"]
-                    found = [await self._on_thread(partial(self._run, search)) for search in called]
-                    for told in self._content.add_results(found):
-                        yield told
+                    results = [await self._on_thread(partial(self._run, search)) for search in called]
+                    for body in self._content.add_results(results):
+                        yield body
                     following = await self._next_part(part)
                     if following is not None and answer.go_on(following):
                         part = following
                         continue
-                    for told in self._ended(event):
-                        yield told
+                    for body in self._ended(event):
+                        yield body
                 case _:
                     if part is not self:
                         part._content.add(event)
-                    for told in self._content.add(event):
-                        yield told
+                    for body in self._content.add(event):
+                        yield body
 
     def _ended(self, last: Finished) -> Sequence[dict[str, Any]]:
         first = self._finished[0].started
@@ -361,14 +361,14 @@ class _MessageExchange(Exchange):
 
     def _costs(self, started: Started, last: Finished | None = None) -> Payload:
         miss, cache = started.reuse.miss, cache_of(started, self.request.session_id)
-        told: DiagnosticsBody = {"cache_miss_reason": None, "cache": cache}
+        diagnostics: DiagnosticsBody = {"cache_miss_reason": None, "cache": cache}
         if miss is not None and (kind := _MISS_TYPES.get(miss.reason)) is not None:
-            told["cache_miss_reason"] = {"type": kind, "cache_missed_input_tokens": miss.lost_tokens}
+            diagnostics["cache_miss_reason"] = {"type": kind, "cache_missed_input_tokens": miss.lost_tokens}
         elif miss is not None:
-            told["cache_miss_reason"] = {"type": "unavailable"}
+            diagnostics["cache_miss_reason"] = {"type": "unavailable"}
         if last is not None:
-            told["timings"] = timings_of(last.timings)
-        return {"usage": self._usage(started), "diagnostics": told}
+            diagnostics["timings"] = timings_of(last.timings)
+        return {"usage": self._usage(started), "diagnostics": diagnostics}
 
     def _usage(self, started: Started) -> MessagesUsage:
         """The counts of the first part's prompt, and of all output."""

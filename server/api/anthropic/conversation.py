@@ -90,10 +90,10 @@ def _known(value: Any, info: ValidationInfo) -> Any:
 
 
 def _text_of(block: dict[str, Any]) -> str | None:
-    held = block.get("text", block.get("content"))
-    if isinstance(held, str):
-        return held
-    parts = [_text_of(part) if isinstance(part, dict) else None for part in held] if isinstance(held, list) else []
+    inner = block.get("text", block.get("content"))
+    if isinstance(inner, str):
+        return inner
+    parts = [_text_of(part) if isinstance(part, dict) else None for part in inner] if isinstance(inner, list) else []
     texts = [part for part in parts if part is not None]
     return "\n".join(texts) if texts and len(texts) == len(parts) else None
 
@@ -471,12 +471,12 @@ class _Reader:
     def _result_parts(self, block: ToolResultBlock) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = []
         for kind, group in groupby(block.content or (), type):
-            found: list[Any] = list(group)
+            references: list[Any] = list(group)
             if kind is TextBlock:
-                parts += _parts(found)
+                parts += _parts(references)
                 continue
-            text = self._loaded([one.tool_name for one in found], f"{block.tool_use_id}.{len(parts)}")
-            parts.append(_marked({"text": text}, found))
+            text = self._loaded([part.tool_name for part in references], f"{block.tool_use_id}.{len(parts)}")
+            parts.append(_marked({"text": text}, references))
         return parts
 
 
@@ -513,8 +513,8 @@ def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
 
 def as_function(tool: ToolDefinition) -> dict[str, Any]:
     """A tool for chat templates."""
-    told = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-    known = {name: value for name, value in told.items() if value is not None}
+    fields = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+    known = {name: value for name, value in fields.items() if value is not None}
     return {"type": "function", "function": {"name": tool.name, **known}}
 
 

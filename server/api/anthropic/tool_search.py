@@ -68,8 +68,8 @@ def find_tools(
         return left
 
     scores = (_matches if search == REGEX else _relevance)(query, functions, seconds_left)
-    found = sorted((-score, number) for number, score in enumerate(scores) if score > 0)
-    return [functions[number]["name"] for _, number in found[:MAX_FOUND]]
+    ranked = sorted((-score, number) for number, score in enumerate(scores) if score > 0)
+    return [functions[number]["name"] for _, number in ranked[:MAX_FOUND]]
 
 
 def _texts(function: Mapping[str, Any]) -> Iterator[str]:

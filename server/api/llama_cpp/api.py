@@ -87,11 +87,11 @@ async def slots(request: Request) -> Response:
     """Lists the slots; with `?fail_on_no_slot=1` answers 503 while none is free."""
     context, model = context_of(request), _model_asked(request)
     engine = context.running_engine(model)
-    found: list[bool] = await engine.execute(describe_slots)
-    if request.query_params.get("fail_on_no_slot") == "1" and all(found):
+    are_busy: list[bool] = await engine.execute(describe_slots)
+    if request.query_params.get("fail_on_no_slot") == "1" and all(are_busy):
         raise retry_later(Code.NO_FREE_SLOT, "no slot is free", 1)
-    told = {"n_ctx": model.context_tokens, "speculative": engine.stats().drafts is not None}
-    return JsonBody([{"id": index, **told, "is_processing": is_leased} for index, is_leased in enumerate(found)])
+    fields = {"n_ctx": model.context_tokens, "speculative": engine.stats().drafts is not None}
+    return JsonBody([{"id": index, **fields, "is_processing": is_leased} for index, is_leased in enumerate(are_busy)])
 
 
 async def props(request: Request) -> Response:
@@ -180,16 +180,16 @@ def tokenize(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_body(TokenizeBody, incoming.fields)
     model, is_chat = context.pool.find(body.model), "messages" in incoming.fields
     if is_chat:
-        found = _rendered(context, incoming).tokens.tolist()
+        tokens = _rendered(context, incoming).tokens.tolist()
     else:
         wishes, text = (body.add_special, body.add_special_tokens), body.content or body.prompt or ""
         adds = True in wishes or (body.prompt is not None and False not in wishes)
-        found = model.renderer.tokenize(text, add_special=adds, parse_special=body.parse_special is not False)
-    answer: TokensBody = {"tokens": found}
+        tokens = model.renderer.tokenize(text, add_special=adds, parse_special=body.parse_special is not False)
+    answer: TokensBody = {"tokens": tokens}
     if is_chat or body.prompt is not None:
-        answer |= {"count": len(found), "max_model_len": model.context_tokens}
+        answer |= {"count": len(tokens), "max_model_len": model.context_tokens}
     if body.with_pieces:
-        answer["tokens"] = [_piece(token, model.token_texts.piece(token)) for token in found]
+        answer["tokens"] = [_piece(token, model.token_texts.piece(token)) for token in tokens]
     return answer
 
 
@@ -310,8 +310,8 @@ class _CompletionExchange(Exchange):
             match event:
                 case Started() | Progress():
                     if self.tells_progress:
-                        told = {"prompt_progress": progress_of(answer.runs[0])}
-                        yield sse_event({**self._event("", answer.runs[0]), **told})
+                        progress = {"prompt_progress": progress_of(answer.runs[0])}
+                        yield sse_event({**self._event("", answer.runs[0]), **progress})
                 case Text(text):
                     yield sse_event(self._event(text, answer.runs[0]))
                 case Finished():
@@ -324,11 +324,11 @@ class _CompletionExchange(Exchange):
 
     def _event(self, text: str, run: Run) -> LlamaCompletion:
         assert run.started is not None, "a request starts before its text"
-        told, self._tokens = self._tokens, []
+        tokens, self._tokens = self._tokens, []
         return {
             "index": 0,
             "content": text,
-            "tokens": told if self._tells_tokens else [],
+            "tokens": tokens if self._tells_tokens else [],
             "id_slot": run.started.slot,
             "stop": False,
             "tokens_predicted": run.predicted_tokens,

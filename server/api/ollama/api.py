@@ -221,8 +221,8 @@ def _model_info(model: ListedModel) -> Mapping[str, Any]:
 
 
 def _defaults(model: ServedModel) -> ModelDefaults:
-    told = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    sampling = {name: getattr(model.sampling, name) for name in told}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    sampling = {name: getattr(model.sampling, name) for name in names}
     return ModelDefaults(sampling=sampling, stop=model.defaults.stop, context_tokens=model.context_tokens)
 
 
@@ -302,8 +302,8 @@ async def create_model(request: Request) -> Response:
 async def copy_model(request: Request) -> Response:
     """Gives a model another name, whatever had it. Raises ApiError (400, 403, 404)."""
     body = await read_owners_body(request, CopyBody, {}, "names models")
-    told = partial(Modelfile, body.source)
-    await asyncio.to_thread(_create, context_of(request), body.destination, told, "destination")
+    ask = partial(Modelfile, body.source)
+    await asyncio.to_thread(_create, context_of(request), body.destination, ask, "destination")
     return JsonBody({})
 
 
@@ -315,10 +315,10 @@ async def delete_model(request: Request) -> Response:
 
 
 def _create(context: ApiContext, named: str, ask: Callable[[], Modelfile], param: str) -> None:
-    name, told = _free(context, named, param), ask()
-    source = _source(context, told.base, "from" if param == "model" else "source")
+    name, modelfile = _free(context, named, param), ask()
+    source = _source(context, modelfile.base, "from" if param == "model" else "source")
     with _refusing("parameters"):
-        library.create(name, _place(source), replace(told, base=source.name))
+        library.create(name, _place(source), replace(modelfile, base=source.name))
 
 
 def _asked(body: CreateBody) -> Modelfile:

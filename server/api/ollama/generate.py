@@ -145,8 +145,8 @@ def _follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) 
     """The prompt of the messages `asked` behind the tokens `context`; raises ApiError (400)."""
     check_token_ids(context, model.vocab_size, "context")
     text = replace(asked, messages=[*_SAMPLE, *asked.messages]).render().text
-    _, found, following = text.partition(_REPLY)
-    if not found:
+    _, marker, following = text.partition(_REPLY)
+    if not marker:
         message = "context: the model's chat template shows no earlier answers; send /api/chat the messages instead"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "context")
     tokens = np.array([*context, *model.renderer.tokenize(following)], dtype=np.int32)
@@ -375,8 +375,8 @@ class CallEntry(BodyModel, extra="ignore"):
 
 def _content(value: Any, info: ValidationInfo) -> Any:
     """A tool's result in any form as one text."""
-    told = bodies.tool_result(value) if info.data.get("role") == "tool" else None
-    texts = [bodies.part_text(part) for part in told] if isinstance(told, list) else [told]
+    text = bodies.tool_result(value) if info.data.get("role") == "tool" else None
+    texts = [bodies.part_text(part) for part in text] if isinstance(text, list) else [text]
     return value if None in texts else "\n".join(filter(None, texts))
 
 

@@ -93,11 +93,11 @@ async def cancel_response(request: Request) -> Response:
     if run is not None:
         await run.cancel()
         return await _now(request, run)
-    found = await _stored(request)
-    if not json.loads(found)["background"]:
+    response = await _stored(request)
+    if not json.loads(response)["background"]:
         message = "only a response in the background is cancelled; another one is by closing its connection"
         raise ApiError(Code.INVALID_VALUE, message, "response_id")
-    return _json(found)
+    return _json(response)
 
 
 def _run_of(request: Request) -> BackgroundRun | None:
@@ -171,8 +171,8 @@ def update_conversation(context: ApiContext, incoming: Incoming) -> Change:
     body, name = parse_known(ConversationUpdate, incoming.fields, {}), incoming.http.path_params["conversation_id"]
 
     def update() -> Response:
-        found = context.kept(store_of).find_conversation(namespace_of_query(incoming.http), name)
-        known: StoredConversation = _known(found, incoming.http, "conversation_id")
+        conversation = context.kept(store_of).find_conversation(namespace_of_query(incoming.http), name)
+        known: StoredConversation = _known(conversation, incoming.http, "conversation_id")
         return _put(context, incoming, replace(known, metadata=body.metadata or {}))
 
     return Change(update)
@@ -212,15 +212,15 @@ async def _found(request: Request, param: str, ask: Ask, *, is_change: bool = Fa
     """Raises ApiError (404)."""
     context, place = context_of(request), (namespace_of_query(request), request.path_params[param])
     threads = context.storing if is_change else context.reading
-    found = await context.in_turn(threads, request, lambda: ask(context.kept(store_of), *place))
-    return _known(found, request, param)
+    stored = await context.in_turn(threads, request, lambda: ask(context.kept(store_of), *place))
+    return _known(stored, request, param)
 
 
-def _known(found: Any, request: Request, param: str) -> Any:
-    if found is None or found is False:
+def _known(stored: Any, request: Request, param: str) -> Any:
+    if stored is None or stored is False:
         name = request.path_params[param][:200]
         raise ApiError(Code.RESPONSE_NOT_FOUND, f"there is no {param.removesuffix('_id')} {name!r}", param)
-    return found
+    return stored
 
 
 async def _deleted(request: Request, param: str, delete: Ask, kind: str) -> Response:
@@ -268,8 +268,8 @@ class ResponsesDialect(Dialect):
 
     def error_frame(self, error: ApiError) -> bytes:
         """An `error` event, which clients raise."""
-        told = {"code": error.code.value, "message": error.message, "param": error.param}
-        return sse_event({"type": "error", "sequence_number": 0, **told, **self.error_body(error)}, "error")
+        fields = {"code": error.code.value, "message": error.message, "param": error.param}
+        return sse_event({"type": "error", "sequence_number": 0, **fields, **self.error_body(error)}, "error")
 
 
 _RESPONSE, _CONVERSATION = "/responses/{response_id}", "/conversations/{conversation_id}"

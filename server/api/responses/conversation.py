@@ -149,11 +149,11 @@ def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = Tru
     defers = defers and any(map(_is_client_search, tools))
     by_name: dict[str, ClientTool] = {}
     for place, tool, namespace in _flattened(tools, param):
-        function, found = _read(tool, place, namespace)
+        function, kind = _read(tool, place, namespace)
         name = function["name"]
         if name in by_name:
             raise wrong(f"{place}.name", f"there are two tools named {name!r}")
-        by_name[name] = found
+        by_name[name] = kind
         if not (defers and tool.get("defer_loading") is True):
             shown.append({"type": "function", "function": function})
     return ToolSet(shown, by_name=by_name)
@@ -422,7 +422,7 @@ def _one_message(run: Sequence[Mapping[str, Any]]) -> Message:
         parts.setdefault(name, []).append(value)
     # Templates know no developer role, the new name of system.
     role = "system" if run[0]["role"] == "developer" else run[0]["role"]
-    joined = {name: [*chain(*told)] if name == "tool_calls" else "".join(told) for name, told in parts.items()}
+    joined = {name: [*chain(*values)] if name == "tool_calls" else "".join(values) for name, values in parts.items()}
     return {**joined, "role": role, "content": [{"text": joined["content"]}]}
 
 
@@ -535,9 +535,9 @@ def _resolved(items: Sequence[Item], before: Sequence[Item], store: ResponseStor
 
     for index, item in enumerate(items):
         if item["type"] == "item_reference":
-            if (found := find(item["id"])) is None:
+            if (item_found := find(item["id"])) is None:
                 raise _not_found(f"input[{index}].id", f"there is no stored item {item['id'][:200]!r}")
-            item, num_bytes = found
+            item, num_bytes = item_found
             spend(num_bytes, "input")
         yield item
 
@@ -551,12 +551,12 @@ def _with_found(
     digest: bytes | None = None
     for item in items:
         if item["type"] == "tool_search_output" and not _is_skipped(item):
-            found = read_tools(item["tools"], "input.tools", defers=False)
-            shown = {tool["function"]["name"]: tool for tool in found.shown}
+            loaded = read_tools(item["tools"], "input.tools", defers=False)
+            shown = {tool["function"]["name"]: tool for tool in loaded.shown}
             place = (namespace, digest := digest or _digest_of_first(items), item["call_id"])
             text = model.renderer.definitions.block(list(shown), shown, place) if shown else "No tool was found."
             item = {"type": "function_call_output", "call_id": item["call_id"], "output": text}
-            all_found.append(found)
+            all_found.append(loaded)
         read.append(item)
     return tools.with_found(all_found), read
 

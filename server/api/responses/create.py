@@ -153,12 +153,12 @@ class BackgroundRun:
     """One response, unfinished or ended, and its events, for clients that come back."""
 
     def __init__(
-        self, forget: Callable[[], None], response: "_ResponseExchange", answer: Answer, held: ExitStack
+        self, forget: Callable[[], None], response: "_ResponseExchange", answer: Answer, stack: ExitStack
     ) -> None:
         self.forget = forget
         self.now: Callable[[], Payload] = response.now
         self.progress: Callable[[], str] = lambda: answer.progress
-        self.held = held.pop_all()
+        self.held = stack.pop_all()
         """The permit, the model and the slot of the request."""
         self.is_cancelled = self.has_ended = False
         self.events: list[bytes] = []
@@ -234,7 +234,7 @@ class BackgroundRuns:
         """A run that is kept."""
         return self._runs.get((namespace, name))
 
-    def add(self, response: "_ResponseExchange", answer: Answer, held: ExitStack) -> BackgroundRun:
+    def add(self, response: "_ResponseExchange", answer: Answer, stack: ExitStack) -> BackgroundRun:
         """A new run, to be made, which takes over `held`; raises ApiError (429), which refuses the answer."""
         place = response.request.namespace, response.request.request_id
         running = [holder_of(space) for (space, _), run in self._runs.items() if not run.has_ended]
@@ -249,18 +249,18 @@ class BackgroundRuns:
             raise retry_later(Code.QUEUE_FULL, why, 5)
         for gone in victims:
             self._forget(gone)
-        run = self._runs[place] = BackgroundRun(partial(self._forget, place), response, answer, held)
+        run = self._runs[place] = BackgroundRun(partial(self._forget, place), response, answer, stack)
         return run
 
     def note_bytes(self, num_bytes: int) -> None:
         """Counts a new event; while all are too many, the oldest run of a key over its share loses the first half."""
         self._num_bytes += num_bytes
         while self._num_bytes > MAX_EVENT_BYTES:
-            held = Counter[str]()
+            sums = Counter[str]()
             for (space, _), run in self._runs.items():
-                held[holder_of(space)] += run.num_bytes
-            share = MAX_EVENT_BYTES / len(+held)
-            over = (run for (space, _), run in self._runs.items() if run.events and held[holder_of(space)] > share)
+                sums[holder_of(space)] += run.num_bytes
+            share = MAX_EVENT_BYTES / len(+sums)
+            over = (run for (space, _), run in self._runs.items() if run.events and sums[holder_of(space)] > share)
             self._num_bytes -= next(over).forget_half()
 
     def _forget(self, place: tuple[str, str]) -> None:
@@ -320,10 +320,10 @@ class _ResponseExchange(Exchange):
         # Events of a response in the background are kept, and this one holds the whole response.
         self.tells_progress = body.stream is True and not body.background
 
-    def begun(self, answer: Answer, held: ExitStack) -> None:
+    def begun(self, answer: Answer, stack: ExitStack) -> None:
         if self._keeper is not None and self._response["background"]:
             runs = self._keeper.kept(BackgroundRuns)
-            self._run = runs.add(self, answer, held)
+            self._run = runs.add(self, answer, stack)
             self._keeper.in_background(self._run.make(self._written(answer), runs.note_bytes))
 
     def frames(self, answer: Answer) -> AsyncIterator[bytes]:
@@ -390,15 +390,15 @@ class _ResponseExchange(Exchange):
                         yield {"type": "response.in_progress", "response": self._response}
                 case Finished(reason):
                     status: PartStatus = "incomplete" if reason is FinishReason.LENGTH else "completed"
-                    for told in self._output.close(status):
-                        yield told
+                    for body in self._output.close(status):
+                        yield body
                     self._become(status, usage=_usage_of(event), **costs_of(event, self.request.session_id))
                     kept_in = self._response["conversation"]
                     await self._keep(kept_in and kept_in["id"])
                     yield self._told_status()
                 case _:
-                    for told in self._output.add(event):
-                        yield told
+                    for body in self._output.add(event):
+                        yield body
 
     def _become(self, status: str, **changes: Any) -> None:
         if status == "completed":

@@ -47,13 +47,13 @@ class ToolSet:
     def callable_tools(self) -> list[Mapping[str, Any]]:
         return [*self.shown, *self.found]
 
-    def with_found(self, found: "Sequence[ToolSet]") -> "ToolSet":
+    def with_found(self, loaded: "Sequence[ToolSet]") -> "ToolSet":
         """Adds found tools; a known one stays unchanged."""
         known = {tool["function"]["name"]: tool for tool in self.callable_tools}
         num_known = len(known)
-        for tool in (tool for one in found for tool in one.shown):
+        for tool in (tool for one in loaded for tool in one.shown):
             known.setdefault(tool["function"]["name"], tool)
-        by_name = {name: tool for one in (*reversed(found), self) for name, tool in one.by_name.items()}
+        by_name = {name: tool for one in (*reversed(loaded), self) for name, tool in one.by_name.items()}
         return ToolSet(self.shown, by_name, [*self.found, *list(known.values())[num_known:]])
 
 
@@ -210,10 +210,10 @@ class _CustomCall(_Call):
             if (head := _HEAD.match(self._arguments)) is None:
                 return []
             self._read_to = head.end()
-        found = _WHOLE.match(self._arguments, self._read_to)
-        assert found is not None, "the pattern takes the empty text"
-        self._read_to = found.end()
-        return self._delta(json.loads(f'"{found.group()}"', strict=False))
+        match = _WHOLE.match(self._arguments, self._read_to)
+        assert match is not None, "the pattern takes the empty text"
+        self._read_to = match.end()
+        return self._delta(json.loads(f'"{match.group()}"', strict=False))
 
     def closing(self) -> list[PartEvent]:
         """Other arguments are the input, but for a single text under another name; cut-off ones end as they were."""

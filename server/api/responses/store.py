@@ -122,17 +122,17 @@ class Held(NamedTuple):
     """In the store bytes and responses; a conversation counts as one."""
 
 
-def choose_evictions(held: Sequence[Held], kept: Collection[Any], limits: Sequence[int]) -> list[Any] | None:
+def choose_evictions(stored: Sequence[Held], kept: Collection[Any], limits: Sequence[int]) -> list[Any] | None:
     """The names to be dropped of `held`, which is in order of use; None if `kept` cannot stay.
 
     Whoever has more than an equal share of a limit that is exceeded loses its own: there is always somebody.
     """
     victims: dict[Any, None] = {}
     for measure, limit in enumerate(limits):
-        left = [one for one in held if one.name not in victims]
+        left = [entry for entry in stored if entry.name not in victims]
         sums = Counter[str]()
-        for one in left:
-            sums[one.holder] += one.sizes[measure]
+        for entry in left:
+            sums[entry.holder] += entry.sizes[measure]
         total, num_active = sums.total(), len(+sums)
         for name, holder, sizes in left:
             if total > limit and name not in kept and sums[holder] * num_active > limit:
@@ -264,16 +264,16 @@ class ResponseStore:
         """
         asked = {"namespace": namespace, "name": response_id, "limit": MAX_CHAIN}
         with self._reading() as database:
-            found = database.execute(_LINKS, asked).fetchall()
-            texts = [_texts(database, *row[:2]) for row in found]
-        return [Link._make((*row[2:], list(map(json.loads, own)))) for row, own in zip(found, texts, strict=True)]
+            links = database.execute(_LINKS, asked).fetchall()
+            texts = [_texts(database, *row[:2]) for row in links]
+        return [Link._make((*row[2:], list(map(json.loads, own)))) for row, own in zip(links, texts, strict=True)]
 
     def find(self, namespace: str, response_id: str) -> tuple[str, bytes] | None:
         """A response's status and body."""
         statement = "SELECT status, body FROM responses WHERE namespace = ? AND id = ?"
         with self._reading() as database:
-            found: tuple[str, bytes] | None = database.execute(statement, (namespace, response_id)).fetchone()
-        return found
+            row: tuple[str, bytes] | None = database.execute(statement, (namespace, response_id)).fetchone()
+        return row
 
     def delete(self, namespace: str, response_id: str) -> bool:
         """Forgets a response; returns whether it was there. Responses that continue it lose their beginning."""
@@ -295,8 +295,8 @@ class ResponseStore:
     def find_conversation(self, namespace: str, conversation_id: str) -> StoredConversation | None:
         """A conversation."""
         with self._reading() as database:
-            found = _owner(database, namespace, "conversation", conversation_id)
-        return None if found is None else StoredConversation(conversation_id, found[2], json.loads(found[3]))
+            owner = _owner(database, namespace, "conversation", conversation_id)
+        return None if owner is None else StoredConversation(conversation_id, owner[2], json.loads(owner[3]))
 
     def delete_conversation(self, namespace: str, conversation_id: str) -> bool:
         """Forgets a conversation; returns whether it was there."""
@@ -305,16 +305,16 @@ class ResponseStore:
     def items(self, namespace: str, conversation_id: str) -> list[Item] | None:
         """A conversation's items in order; None without the conversation. Raises what `spend` raises."""
         with self._reading() as database:
-            found = _owner(database, namespace, "conversation", conversation_id)
-            texts = None if found is None else _texts(database, found[0], 0)
+            owner = _owner(database, namespace, "conversation", conversation_id)
+            texts = None if owner is None else _texts(database, owner[0], 0)
         return None if texts is None else list(map(json.loads, texts))
 
     def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> bool:
         """Adds items with ids; returns whether the conversation is there."""
-        found = self.find_conversation(namespace, conversation_id)
-        if found is not None:
-            self.put_conversation(namespace, found, items)
-        return found is not None
+        conversation = self.find_conversation(namespace, conversation_id)
+        if conversation is not None:
+            self.put_conversation(namespace, conversation, items)
+        return conversation is not None
 
     def delete_item(self, namespace: str, item_id: str, conversation_id: str) -> bool:
         """Removes an item; returns whether it was there."""
@@ -325,8 +325,8 @@ class ResponseStore:
         with self._reading() as database:
             place = _owner(database, namespace, kind, name) or (0, 0)
             statement = f"SELECT item {_ITEMS_OF} AND id = ? ORDER BY place LIMIT 1"
-            found = database.execute(statement, (*place[:2], item_id)).fetchone()
-        return None if found is None else bytes(found[0])
+            row = database.execute(statement, (*place[:2], item_id)).fetchone()
+        return None if row is None else bytes(row[0])
 
     def page(self, namespace: str, name: str, kind: Kind, wish: PageWish) -> Page | None:
         """Items of a conversation, or those before a response; raises ApiError (400)."""
@@ -338,9 +338,9 @@ class ResponseStore:
                 return None
             if wish.after:
                 first = f"{listed} SELECT age, place FROM listed WHERE id = :after {in_order} LIMIT 1"
-                if (found := database.execute(first, asked).fetchone()) is None:
+                if (row := database.execute(first, asked).fetchone()) is None:
                     raise wrong("after", f"there is no item {wish.after[:200]!r} here")
-                asked["age"], asked["place"] = found
+                asked["age"], asked["place"] = row
             behind = f"WHERE (age, place) {sign} (:age, :place)" if wish.after else ""
             statement = f"{listed} SELECT place FROM listed {behind} {in_order} LIMIT {wish.limit + 1}"
             places, rows, num_bytes = database.execute(statement, asked).fetchall(), list[StoredRow](), 0
@@ -376,8 +376,8 @@ class ResponseStore:
         num_bytes, number = database.execute("SELECT TOTAL(num_bytes), TOTAL(number) FROM threads").fetchone()
         if num_bytes > max_bytes or number > MAX_RESPONSES:
             rows = database.execute("SELECT thread, holder, num_bytes, number FROM threads ORDER BY used").fetchall()
-            held = [Held(thread, holder, sizes) for thread, holder, *sizes in rows]
-            if (victims := choose_evictions(held, kept, (max_bytes, MAX_RESPONSES))) is None:
+            stored = [Held(thread, holder, sizes) for thread, holder, *sizes in rows]
+            if (victims := choose_evictions(stored, kept, (max_bytes, MAX_RESPONSES))) is None:
                 raise not_stored("it is larger than this key's share of the store")
             for thread in victims:
                 _drop(database, (thread,))
@@ -399,8 +399,8 @@ class ResponseStore:
 
         def work() -> bool:
             with self._change() as database:
-                found = _owner(database, namespace, kind, name)
-                return found is not None and drop(database, found)
+                owner = _owner(database, namespace, kind, name)
+                return owner is not None and drop(database, owner)
 
         try:
             is_found = work()
@@ -461,17 +461,17 @@ def store_of(config: ServerConfig) -> ResponseStore:
 
 
 def _owner(database: _Database, namespace: str, kind: Kind, name: str) -> _Owner | None:
-    found: _Owner | None = database.execute(_OWNER[kind], (namespace, name)).fetchone()
-    return found
+    row: _Owner | None = database.execute(_OWNER[kind], (namespace, name)).fetchone()
+    return row
 
 
 def _texts(database: _Database, thread: int, response: int) -> list[bytes]:
     """An owner's items in order; raises what `spend` raises."""
-    found: list[bytes] = []
+    texts: list[bytes] = []
     for (text,) in database.execute(f"SELECT item {_ITEMS_OF} ORDER BY place", (thread, response)):
         spend(len(text), "input")
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def _thread(database: _Database, namespace: str, kind: Kind, name: str) -> int:
@@ -487,10 +487,10 @@ def _add(
 ) -> None:
     for start in range(0, len(rows), _ROWS_PER_STEP):
         part = rows[start : start + _ROWS_PER_STEP]
-        told = ((thread, response, at >= num_input, *row) for at, row in enumerate(part, start))
+        numbered = ((thread, response, at >= num_input, *row) for at, row in enumerate(part, start))
         places = ", ".join(["(?, ?, ?, ?, ?)"] * len(part))
         columns = "thread, response, is_output, id, item"
-        database.execute(f"INSERT INTO items ({columns}) VALUES {places}", [*chain.from_iterable(told)])
+        database.execute(f"INSERT INTO items ({columns}) VALUES {places}", [*chain.from_iterable(numbered)])
 
 
 def _grow(database: _Database, thread: int, num_bytes: int, number: int = 0) -> None:
