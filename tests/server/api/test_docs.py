@@ -1,44 +1,28 @@
-"""docs/api.md names every endpoint, field, header and code that exists, and none that does not."""
+"""The pages of docs/ name every endpoint, field, limit and code that exists, and none that does not."""
 
 import json
 import re
-from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from dataclasses import is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from pydantic import BaseModel
+from typing_extensions import is_typeddict
 
-from cache.disk.index import DiskWrites
-from cache.views import StateBytes
-from server.api.admin.cache import (
-    CacheEdgeBody,
-    CacheStateBody,
-    ClearedBody,
-    DiskNodeBody,
-    NamespaceBody,
-    NodeBody,
-    PinnedBody,
-)
-from server.api.admin.state import CacheCountsBody, DeletedBody, EngineBody, HealthBody, SessionList
+from server.api.anthropic.api import ANTHROPIC, error_type
+from server.api.anthropic.conversation import IN_MESSAGES
 from server.api.app import ADMIN_ROUTES, APIS
-from server.api.bodies import Rule, Rules
-from server.api.dialect import ErrorObject
+from server.api.bodies import Rules
+from server.api.dialect import Endpoint
 from server.api.errors import Code
-from server.api.generation import IN_BOTH, IN_TEXT, GenerationBody, StreamOptions
-from server.api.openai.api import ModelBody, ModelList, PrimedBody
-from server.api.openai.chat import IN_CHAT, IN_MESSAGE, ChatBody, ChatMessage
-from server.api.openai.generate import (
-    ChatChoice,
-    ChatChunk,
-    ChatCompletion,
-    ChunkChoice,
-    CompletionBody,
-    MessageBody,
-    Spent,
-    TextChoice,
-    TextCompletion,
-    Usage,
-)
-from server.api.record import CacheBody, TimingsBody
+from server.api.generation import IGNORED_OPTIONS, IN_BOTH, IN_TEXT, Options
+from server.api.llama_cpp import api as llama_cpp
+from server.api.ollama import generate as ollama
+from server.api.ollama.api import OLLAMA
+from server.api.openai.api import OPENAI
+from server.api.openai.chat import IN_CHAT, IN_MESSAGE
+from server.api.responses import conversation, create, store
+from server.api.responses.api import RESPONSES
 from server.api.sessions import (
     MAX_ALL_REFUSALS,
     MAX_REFUSALS,
@@ -46,131 +30,130 @@ from server.api.sessions import (
     MAX_TURNS,
     SESSION_HEADERS,
     SESSION_METADATA,
-    Refusal,
-    SessionDetail,
-    TurnRecord,
 )
-from server.diagnosis.causes import Miss, MissReason
-from server.engine.request import DraftSource, RequestCounts
-from tests.support.docs import Page, table
+from server.diagnosis.causes import MissReason
+from server.engine.request import DraftSource
+from tests.support.docs import DOCS, Page
 
-ROOT = Path(__file__).parents[3]
-PAGE = Page("api.md")
-section = PAGE.section
-
-
-def rows(text: str) -> list[str]:
-    """The names in the first column of every table."""
-    return [
-        name for cell in re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", cell)
-    ]
+SHARED = "api.md"
+PAGES = {OPENAI: SHARED, ANTHROPIC: "anthropic.md", OLLAMA: "ollama.md", RESPONSES: "responses.md"}
+PAGES[llama_cpp.LLAMA_CPP] = "llama_cpp.md"
+AS_IN_ITS_API = {
+    *("first_id", "last_id", "has_more", "data", "lifecycle", "display_name", "created_at", "max_input_tokens"),
+    *("definition", "tool_name", "tool_references", "generate_summary"),
+}
+"""Fields of lists of models and of tools of which the API's own documentation says all."""
 
 
-def reasons(rules: Rules) -> set[str]:
-    """The lines of the table of refused fields: a reason, and its fields with their neutral values."""
-    fields: dict[str, list[str]] = {}
+def names_of(kind: Any, seen: set[int]) -> set[str]:
+    """The fields of a type, and of all types in it."""
+    if id(kind) in seen:
+        return set()
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        seen.add(id(kind))
+        own = {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
+    elif is_typeddict(kind) or (isinstance(kind, type) and is_dataclass(kind)):
+        seen.add(id(kind))
+        own = get_type_hints(kind)
+    else:
+        keys, *_ = [*get_args(kind), None]
+        own = dict.fromkeys(get_args(keys) if get_origin(kind) is dict and get_origin(keys) is Literal else ())
+    inner = [*own.values(), *(one for one in get_args(kind) if not isinstance(one, str))]
+    return {*own, *(name for one in inner for name in names_of(one, seen))}
+
+
+def fields_of(*routes: Endpoint) -> set[str]:
+    kinds = [kind for one in routes for kind in (one.operation.body, one.operation.answer, one.operation.stream)]
+    return {name for kind in kinds for name in names_of(kind, set())}
+
+
+def words(text: str) -> set[str]:
+    """The words that stand as code."""
+    return set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", text))))
+
+
+def tables(text: str, head: str) -> list[str]:
+    """The lines of all tables whose first column is headed so."""
+    found = re.findall(rf"^\| {head}[^|\n]*\|.*\n\|[-|]+\|\n((?:\|.*\n)*)", text, re.MULTILINE)
+    return [line for lines in found for line in lines.splitlines()]
+
+
+def reasons(rules: Rules, known: Rules) -> set[str]:
+    """The lines of the table of refused fields that `known` lacks: a reason, its fields with their neutral values."""
+    named: dict[str, list[str]] = {}
     for name, rule in rules.items():
-        fields.setdefault(rule.why, []).append(f"`{name}`{neutral_values(rule)}")
-    return {f"| {why} | {', '.join(names)} |" for why, names in fields.items()}
-
-
-def neutral_values(rule: Rule) -> str:
-    values = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral)
-    return f" ({values})" if values else ""
-
-
-CHAT, TEXT = section("`POST /v1/chat/completions`"), section("`POST /v1/completions`")
-BOTH = section("Fields of both completion endpoints")
+        if known.get(name) != rule:
+            neutral = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral)
+            named.setdefault(rule.why, []).append(f"`{name}`{f' ({neutral})' if neutral else ''}")
+    return {f"| {why} | {', '.join(names)} |" for why, names in named.items()}
 
 
 def test_every_endpoint_is_documented_and_exists() -> None:
     served = [*(route for api in APIS for route in api.routes), *ADMIN_ROUTES]
     routes = [(re.sub(r":[a-z]+", "", route.path), route.methods or ()) for route in served]
-    methods = {f"{method} {path}" for path, taken in routes for method in taken}
-    pages = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    methods = {f"{method} {path}" for path, taken in routes for method in taken if method != "HEAD"}
+    pages = [path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))]
     documented = {name for page in pages for name in re.findall(r"^\| `([A-Z]+ /[^`]*)` \|", page, re.MULTILINE)}
     without_v1 = {name.replace(" /v1/", " /") for name in documented} - documented
-    assert documented | without_v1 == {name for name in methods if not name.startswith("HEAD")}
-    assert "without the `/v1`" in PAGE.text
+    assert documented | without_v1 == methods
 
 
-def test_every_field_of_a_body_is_documented_and_exists() -> None:
-    chat_fields, message_fields = CHAT.split("A message holds:")
-    assert set(rows(BOTH)) == {field.alias or name for name, field in GenerationBody.model_fields.items()}
-    assert set(rows(chat_fields)) == set(ChatBody.model_fields) - set(GenerationBody.model_fields)
-    assert set(rows(message_fields)) == set(ChatMessage.model_fields)
-    assert set(rows(TEXT)) == set(CompletionBody.model_fields) - set(GenerationBody.model_fields)
-    assert all(f"`{name}`" in BOTH for name in StreamOptions.model_fields)
+@pytest.mark.parametrize("api", APIS, ids=PAGES.get)
+def test_every_field_is_documented_and_exists(api: Any) -> None:
+    page, fields = Page(PAGES[api]).text, fields_of(*api.routes)
+    shared = "".join(Page(name).text for name in (SHARED, "embeddings.md"))
+    named = {word for name in fields for word in name.split(".")}
+    assert named - words(page) - words(shared) - AS_IN_ITS_API == set()
+    documented = {name for line in tables(page, "field") for name in re.findall(r"^\| `([^`]+)`", line)}
+    assert documented - fields - fields_of(*ADMIN_ROUTES) == set()
 
 
-@pytest.mark.parametrize("page", ["events.md", "metrics.md"])
-def test_every_source_of_drafts_is_documented(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    assert ", ".join(f"`{source}`" for source in DraftSource) in text
+def test_every_field_of_our_own_endpoints_is_documented() -> None:
+    pages = (SHARED, "embeddings.md", "models.md", "events.md", "console.md")
+    assert fields_of(*ADMIN_ROUTES) - words("".join(Page(name).text for name in pages)) == set()
 
 
-def test_every_refused_field_is_documented_and_refused() -> None:
-    assert table(BOTH, "refused, because") == reasons(IN_BOTH)
-    of_chat, of_messages = CHAT.split("A message holds:")
-    for text, rules in ((of_chat, IN_CHAT), (TEXT, IN_TEXT)):
-        added = {name: rule for name, rule in rules.items() if IN_BOTH.get(name) != rule}
-        assert table(text, "refused, because") == reasons(added)
-    assert table(of_messages, "refused, because") == reasons(IN_MESSAGE)
+REFUSED: dict[str, list[tuple[Rules, Rules]]] = {
+    SHARED: [(IN_BOTH, {}), (IN_CHAT, IN_BOTH), (IN_TEXT, IN_BOTH), (IN_MESSAGE, {})],
+    "anthropic.md": [(IN_MESSAGES, {})],
+    "ollama.md": [(ollama.IN_BOTH, {}), (ollama.IN_MESSAGE, {}), (ollama.IN_GENERATE, ollama.IN_BOTH)],
+    "llama_cpp.md": [(llama_cpp.IN_COMPLETION, IN_TEXT)],
+    "responses.md": [(conversation.IN_RESPONSES, {})],
+}
 
 
-def test_every_field_of_an_answer_is_documented() -> None:
-    answer = section("The answer")
-    tables = rows(answer)
-    bodies = (ChatCompletion, TimingsBody, CacheBody, Miss)
-    reasons = {reason.value for reason in MissReason}
-    assert set(tables) - reasons == {name for body in bodies for name in get_type_hints(body)}
-    assert reasons <= set(tables)
-    for kind in (ChatChunk, ChatChoice, ChunkChoice, MessageBody, TextCompletion, TextChoice, Usage):
-        assert set(get_type_hints(kind)) <= set(re.findall(r"`([a-z_]+)[.`]", answer)), kind
-    assert "prompt_tokens_details.cached_tokens`" in answer and all(
-        f"{name}`" in PAGE.text for name in get_args(Spent)
-    )
+@pytest.mark.parametrize("page", REFUSED)
+def test_every_refused_field_is_documented_with_its_reason(page: str) -> None:
+    wanted = {line for rules, known in REFUSED[page] for line in reasons(rules, known)}
+    assert set(tables(Page(page).text, "refused, because")) == wanted
 
 
-@pytest.mark.parametrize("kind", [ModelBody, ModelList, HealthBody, EngineBody, RequestCounts, CacheCountsBody])
-def test_every_field_of_models_and_health_is_documented(kind: Any) -> None:
-    assert all(f"`{name}`" in section("Models and health") for name in get_type_hints(kind))
-
-
-def test_every_field_of_sessions_is_documented() -> None:
-    text = section("Sessions and their costs")
-    of_session, of_turn = text.split("| field of a turn |")
-    of_turn, of_refusal = of_turn.split("| field of a refusal |")
-    assert set(rows(of_refusal)) == set(get_type_hints(Refusal))
-    assert f"last {MAX_REFUSALS} refusals" in text and f"{MAX_ALL_REFUSALS} in all" in text
-    assert set(rows(of_session)) == set(get_type_hints(SessionDetail))
-    assert set(rows(of_turn)) == set(get_type_hints(TurnRecord))
-    others = {name for body in (SessionList, DeletedBody) for name in get_type_hints(body)}
-    assert all(f"`{name}`" in text for name in others)
-    assert f"last {MAX_TURNS} turns" in text and f"{MAX_SESSIONS} sessions" in text
+REFUSALS = (f"last {MAX_REFUSALS} refusals", f"{MAX_ALL_REFUSALS} in all")
+TURNS = (f"last {MAX_TURNS} turns", f"{MAX_SESSIONS} sessions")
+RUNS = (f"{create.MAX_RUNNING} for a key, {create.MAX_RUNS} in all", f"{create.MAX_EVENT_BYTES / 1e6:.1f} MB")
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("page", "names"),
     [
-        CacheStateBody,
-        NamespaceBody,
-        NodeBody,
-        DiskNodeBody,
-        CacheEdgeBody,
-        StateBytes,
-        DiskWrites,
-        ClearedBody,
-        PrimedBody,
-        PinnedBody,
+        (SHARED, [*REFUSALS, *TURNS, *map(str, MissReason)]),
+        ("events.md", [", ".join(f"`{source}`" for source in DraftSource)]),
+        ("metrics.md", [", ".join(f"`{source}`" for source in DraftSource)]),
+        ("ollama.md", [f"`{name}`" for name in (*Options.model_fields, *IGNORED_OPTIONS)]),
+        ("llama_cpp.md", [f"`{kind}_error`" for kind in (*llama_cpp.ERRORS.values(), "server", "invalid_request")]),
+        ("responses.md", [f"`{name}`" for name in (*conversation.ITEM_TYPES, *conversation.SKIPPED_ITEM_TYPES)]),
+        ("responses.md", [f"`{name}`" for name in (*conversation.LEFT_OUT, *conversation.WITHOUT_EFFECT)]),
+        ("responses.md", [*RUNS, "two hours", "ten minutes after"]),
+        ("responses.md", [f"{store.MAX_RESPONSES} responses", f"`{store.FILE_NAME}`"]),
     ],
 )
-def test_every_field_of_the_cache_is_documented(kind: Any) -> None:
-    assert all(f"`{name}`" in section("The cache") for name in get_type_hints(kind))
+def test_limits_and_names_are_documented(page: str, names: list[str]) -> None:
+    assert [name for name in names if name not in Page(page).text] == []
+    assert (create.MAX_SECONDS, create.KEPT_SECONDS) == (2 * 3600, 600)
 
 
 def test_every_source_of_a_session_is_documented_in_its_order() -> None:
-    text = section("Sessions").lower()
+    text = Page(SHARED).section("Sessions").lower()
     places = [text.index(f"`{name}`") for name in ("session_id", *SESSION_HEADERS[:3])]
     places += [text.index(f"`{name}`", places[-1]) for name in SESSION_HEADERS[3:]]
     places += [text.index(name, places[-1]) for name in ("prompt_cache_key", "metadata.user_id")]
@@ -179,8 +162,9 @@ def test_every_source_of_a_session_is_documented_in_its_order() -> None:
     assert places == sorted(places)
 
 
-def test_every_code_of_an_error_is_documented_with_its_status() -> None:
-    errors = section("Errors")
-    documented = re.findall(r"^\| (\d{3}) \| `([a-z_]+)` \|", errors, re.MULTILINE)
+def test_every_code_of_an_error_is_documented_with_its_status_and_type() -> None:
+    documented = re.findall(r"^\| (\d{3}) \| `([a-z_]+)` \|", Page(SHARED).section("Errors"), re.MULTILINE)
     assert set(documented) == {(str(code.status), code.value) for code in Code}
-    assert all(f'"{name}"' in errors for name in get_type_hints(ErrorObject))
+    found = re.findall(r"^\| ([0-9, ]+) \| `([a-z_]+)` \|$", Page("anthropic.md").section("Errors"), re.MULTILINE)
+    types = {int(status): kind for statuses, kind in found for status in statuses.split(",")}
+    assert types == {code.status: error_type(code.status) for code in Code}
