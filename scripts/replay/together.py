@@ -150,7 +150,7 @@ class SizedRunner:
         self.seconds = 0.0
         self.num_prefilled = 0
 
-    def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int = 0) -> None:
+    def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int = 0, *more: Any) -> None:
         """Evaluates tokens of one sequence."""
         start = caches[0].num_tokens
         caches[0].num_tokens += len(tokens)

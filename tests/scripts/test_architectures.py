@@ -20,24 +20,6 @@ def test_attention_windows_and_recurrent_state_pass_every_check(name: str) -> No
     assert list(found.results) == list(checks.CHECKS)
 
 
-def test_wrong_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = checks.Subject.cold
-    monkeypatch.setattr(checks.Subject, "cold", lambda self, prompt: right(self, [*prompt[:-2], *prompt[-1:]]))
-    found = Result(**one.check("granite"))
-    assert not found.is_passed
-    assert set(found.reasons) == set(checks.CHECKS) - {"loads"}
-
-
-def test_state_that_is_never_restored_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = checks.Subject.ask
-    monkeypatch.setattr(
-        checks.Subject, "ask", lambda self, worker, prompt, **fields: ask(self, worker, prompt, cache_prompt=False)
-    )
-    found = Result(**one.check("granite"))
-    assert set(found.reasons) == {"restored = cold", "paged", "disk"}
-    assert set(found.reasons.values()) == {"nothing was restored"}
-
-
 def test_a_model_that_cannot_be_built_is_told() -> None:
     found = Result(**one.check("olmo2_of_another_world"))
     assert not found.is_passed

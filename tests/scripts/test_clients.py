@@ -58,26 +58,6 @@ def test_an_agents_turns_follow_the_script(served: tuple[OpenAI, ScriptedEngine]
     assert engine.reused_share() >= 0.95
 
 
-def test_state_that_was_known_and_not_reused_shows(served: tuple[OpenAI, ScriptedEngine]) -> None:
-    client, engine = served
-    engine.begin(SCRIPT)
-    messages: list[Any] = [{"role": "user", "content": "a question of its own " * 20}]
-    for _ in range(2):
-        client.chat.completions.create(
-            model="demo",
-            messages=messages,
-            extra_body={"cache_prompt": False},
-        )
-    assert engine.reused_share() == 0
-
-
-def test_other_requests_of_an_agent_get_a_plain_answer(served: tuple[OpenAI, ScriptedEngine]) -> None:
-    client, engine = served
-    engine.begin(SCRIPT)
-    answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "A title?"}])
-    assert answer.choices[0].message.content == engine.aside
-
-
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_a_scripted_model_shows_calls_as_it_writes_them(name: str) -> None:
     template, arguments = call_template(CALL_FORMATS[name]), {"path": "a\nb", "lines": [1, 2]}

@@ -1,6 +1,5 @@
 """The proofs under load: what they send is bounded and repeatable, and what they compare is what must not change."""
 
-import argparse
 import json
 import re
 from random import Random
@@ -8,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from scripts.load import fuzz, idle
 from scripts.load.answers import essence, streamed_text
 from scripts.load.attacks import attack
 from scripts.load.bodies import EXAMPLES
@@ -95,27 +93,3 @@ def test_a_streams_text_is_the_same_however_it_is_cut(frame: str, end: str) -> N
 def test_every_question_of_a_stream_is_another() -> None:
     bodies = {json.dumps(request_body("/api/chat", name, city)) for name in NAMES for city in CITIES}
     assert len(bodies) == len(NAMES) * len(CITIES)
-
-
-def test_a_short_fuzz_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(fuzz, "WARM_UP_REQUESTS", 20)
-    assert fuzz.run(argparse.Namespace(requests=60, first=0, seed=1, seconds=60, leak=0)), capsys.readouterr().out
-    assert "60 requests" in capsys.readouterr().out
-
-
-def test_a_server_that_works_while_idle_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "SECONDS", 0.5)
-    monkeypatch.setattr(idle, "NUM_CONNECTIONS", 3)
-    monkeypatch.setattr(idle, "MAX_SHARE", -1.0)
-    assert not idle.run(argparse.Namespace())
-
-
-@pytest.mark.parametrize(
-    ("used_bytes", "held_bytes", "words"),
-    [(10 << 20, 60 << 20, ""), (20 << 20, 0, "1049 bytes for each"), (0, 70 << 20, "70 MB more are held")],
-)
-def test_a_leak_of_a_kilobyte_for_each_request_is_found(used_bytes: int, held_bytes: int, words: str) -> None:
-    floor = fuzz.Memory(50 << 20, 200 << 20)
-    memory = fuzz.Memory(floor.used_bytes + used_bytes, floor.held_bytes + held_bytes)
-    assert words in memory.excess(floor, 20_000)
-    assert bool(memory.excess(floor, 20_000)) == bool(words)
