@@ -32,7 +32,8 @@ from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
 from cache.types import LayerCache
 from models.errors import brief
-from models.inference.runner import DecodeRow, DecodeStep, Runner
+from models.inference.row import DecodeRow
+from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from models.texts import size_text
 

@@ -24,8 +24,8 @@ from cache.layers.layout import leaves_of, split_at_head, tail_of
 from cache.types import LayerCache
 from models.inference.feeds import Rewind, forget_last, seconds_of, unchanged
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Costs, Row, Wanted, capacity_for
-from models.inference.groups import BatchRow, Group
 from models.inference.ragged import flat_layers, join_layers, put_back, ragged_attention
+from models.inference.row import DecodeRow, Group
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 
 MAX_MEMBER_TOKENS, MAX_MASKED_TOKEN = 65_536.0, 16.0
@@ -44,7 +44,7 @@ class DecodeBatch:
     max_feed_tokens: int = 1
     """The most tokens that a row may feed in a step."""
     rows: list[Any] = field(default_factory=list)
-    """Each `BatchRow` of the joint call, in its order; None for a row that was taken out since."""
+    """Each `DecodeRow` of the joint call, in its order; None for a row that was taken out since."""
     has_changed: bool = False
     """Bytes have moved since this was last set to False."""
     _groups: list[Group] = field(default_factory=list)
@@ -56,15 +56,15 @@ class DecodeBatch:
     """State in `_merged`, while feeds are not settled."""
     _has_fresh: bool = False
     """Some rows had no token yet, and could not be in a group."""
-    _fed: dict[BatchRow, int] = field(default_factory=dict)
+    _fed: dict[DecodeRow, int] = field(default_factory=dict)
     """Tokens that each row of the joint call feeds, until `settle`; empty where each feeds one."""
-    _rewinds: dict[BatchRow, Rewind] = field(default_factory=dict)
+    _rewinds: dict[DecodeRow, Rewind] = field(default_factory=dict)
     """Of rows by themselves, until `settle`."""
 
     # -- steps
 
     def arrange(
-        self, rows: Sequence[BatchRow], spare_bytes: float, lengths: Sequence[int] | None = None
+        self, rows: Sequence[DecodeRow], spare_bytes: float, lengths: Sequence[int] | None = None
     ) -> list[LayerCache]:
         """Layer caches for a model call with `self.rows`, which are `rows` in an order that suits groups.
 
@@ -79,13 +79,13 @@ class DecodeBatch:
         assert max(lengths) <= self.max_feed_tokens
         return self._feed(dict(zip(rows, lengths, strict=True)))
 
-    def _join(self, rows: Sequence[BatchRow], spare_bytes: float) -> None:
+    def _join(self, rows: Sequence[DecodeRow], spare_bytes: float) -> None:
         for row in [row for row in self.rows if row is not None and row not in rows]:
             self.remove(row.caches)
         self._extract_all()
         if self.choose is not None:
             self._regroup(rows, spare_bytes)
-        members: list[Group | BatchRow] = [*self._groups, *[row for row in rows if row.group is None]]
+        members: list[Group | DecodeRow] = [*self._groups, *[row for row in rows if row.group is None]]
         # Members on one head are neighbours, heads as they first appear: attention then reads a head once.
         places = {head: place for place, head in enumerate(dict.fromkeys([member.head for member in members]))}
         members.sort(key=lambda member: places[member.head])
@@ -98,7 +98,7 @@ class DecodeBatch:
             if isinstance(own, ArraysCache):
                 own.cache = [None] * len(own.cache)
 
-    def _feed(self, lengths: Mapping[BatchRow, int]) -> list[LayerCache]:
+    def _feed(self, lengths: Mapping[DecodeRow, int]) -> list[LayerCache]:
         self._fed = {row: lengths[row] for row in self.rows}
         self._before = [list(merged.cache) for merged in self._merged]
         fed = tuple(self._fed.values())
@@ -109,7 +109,7 @@ class DecodeBatch:
         self._grow()
         return flat_layers(self._layers, fed)
 
-    def hold(self, row: BatchRow, num_tokens: int) -> None:
+    def hold(self, row: DecodeRow, num_tokens: int) -> None:
         """Before a call with a row's own caches, of whose tokens some may not stay."""
         self._rewinds[row] = Rewind(row.caches, num_tokens)
 
@@ -238,7 +238,7 @@ class DecodeBatch:
 
     # -- groups
 
-    def _regroup(self, rows: Sequence[BatchRow], spare_bytes: float) -> None:
+    def _regroup(self, rows: Sequence[DecodeRow], spare_bytes: float) -> None:
         """Rows share a buffer only with others on the same head, or without one."""
         sizes = [group.num_bytes // group.num_places for group in self._groups]
         sizes += [row.bytes_per_token for row in rows]
@@ -251,7 +251,7 @@ class DecodeBatch:
             found += made
         self._groups = found
 
-    def _regrouped(self, rows: Sequence[BatchRow], groups: Sequence[Group], spare_tokens: float) -> list[Group]:
+    def _regrouped(self, rows: Sequence[DecodeRow], groups: Sequence[Group], spare_tokens: float) -> list[Group]:
         assert self.choose is not None
         described, slack_tokens = [_describe(row, groups) for row in rows], self._slack_tokens(rows, groups)
         wanted = list[Wanted]()
@@ -268,14 +268,14 @@ class DecodeBatch:
                 group.leave(row)
         return [self._filled(groups, [rows[place] for place in one.rows], one) for one in wanted]
 
-    def _slack_tokens(self, rows: Sequence[BatchRow], groups: Sequence[Group]) -> int:
+    def _slack_tokens(self, rows: Sequence[DecodeRow], groups: Sequence[Group]) -> int:
         """Tokens that the slack of all rings may take, as if every layer were a ring."""
         if not any(isinstance(cache, RotatingKVCache) for cache in rows[0].leaves):
             return 0
         # New groups have room for fewer than twice their rows.
         return (self.max_feed_tokens - 1) * (2 * len(rows) + sum(group.buffer.room for group in groups))
 
-    def _filled(self, groups: Sequence[Group], rows: Sequence[BatchRow], wanted: Wanted) -> Group:
+    def _filled(self, groups: Sequence[Group], rows: Sequence[DecodeRow], wanted: Wanted) -> Group:
         slack = self.max_feed_tokens - 1
         group = Group(rows[0], wanted.buffer, slack) if wanted.kept is None else groups[wanted.kept]
         if joining := [row for row in rows if row.group is not group]:
@@ -299,11 +299,11 @@ class DecodeBatch:
         """Bytes of what a row shares, were it its own; else 0."""
         return sum(self._own_bytes(row) for row in self.rows if row is not None and row.caches is caches)
 
-    def _own_bytes(self, row: BatchRow) -> int:
+    def _own_bytes(self, row: DecodeRow) -> int:
         return self._merged_bytes // len(self.rows) + (0 if row.group is None else row.group.own_bytes_of(row))
 
 
-def _describe(row: BatchRow, groups: Sequence[Group]) -> Row:
+def _describe(row: DecodeRow, groups: Sequence[Group]) -> Row:
     """A row as `grouping.py` knows it."""
     if (group := row.group) is None:
         return Row(row.own_length, row.reserved_tokens, can_share=row.used_leaves() is not None)
@@ -358,7 +358,7 @@ _Side: TypeAlias = tuple[Sequence[int], Choose | None, int]
 
 def _best_seconds(caches: Sequence[LayerCache], sides: Sequence[_Side]) -> list[float]:
     """The best of several for each side, in turns: other work of the machine only adds."""
-    like = next(cache for cache in leaves_of(caches) if BatchRow([cache]).length and cache.keys is not None)
+    like = next(cache for cache in leaves_of(caches) if DecodeRow([cache]).length and cache.keys is not None)
     steps = [_timed_step(like, *side) for side in sides]
     timed, begun = list[list[float]](), time.perf_counter()
     while len(timed) < _MIN_TRIALS or (len(timed) < _MAX_TRIALS and time.perf_counter() - begun < _TRIAL_SECONDS):
@@ -373,7 +373,7 @@ def _timed_step(
 
     The first `head_tokens` of the rows are on one head.
     """
-    rows = [BatchRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for num_tokens in lengths]
+    rows = [DecodeRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for num_tokens in lengths]
     head = [KVCache() for _ in range(_NUM_LAYERS)]
     for row in rows if head_tokens else ():
         split_at_head(row.caches, head, head_tokens)

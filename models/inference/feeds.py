@@ -1,19 +1,14 @@
-"""Feeds: the tokens that one step evaluates of each row, and how layer caches forget the last of them.
+"""Several tokens of a row in one step: how layer caches forget the last of them, and what such a step costs.
 
-A row's *feed* is its *known* tokens, chosen but not yet in its caches, and its *draft*, a guess at the tokens after
-them. The step samples behind the last known token and behind each one of the draft, all as steps of one token would.
-A drafted token is *accepted* while it equals the sample before it. Then the step is *settled*: the rest of the draft
-leaves the caches, or the whole feed where state cannot go back token by token.
-
-References to earlier state are held from a step's preparation until it is settled, and only of arrays that a call
-replaces: MLX would copy a buffer that grows in place. Worker thread only.
+References to earlier state are held from a step's preparation until it is settled (`row.py`), and only of arrays that
+a call replaces: MLX would copy a buffer that grows in place. Worker thread only.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, pairwise, product
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -25,35 +20,6 @@ from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, Quantized
 
 MAX_FEED_TOKENS = 33
 """A known token and the longest draft."""
-
-
-class Feeds:
-    """Of a step that feeds some row several tokens. Tokens of all rows are in one line, as are samples."""
-
-    def __init__(self, known: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]) -> None:
-        """Of each row: known tokens, one at least, and a draft."""
-        assert all(known), "a row without a known token cannot be fed beside several of another row"
-        self.known, self.drafts = known, drafts
-        self.tokens = [[*tokens, *draft] for tokens, draft in zip(known, drafts, strict=True)]
-        self.places = _ranges(map(len, self.tokens))
-        """Of each row's tokens in the line."""
-        self.samples = _ranges(len(draft) + 1 for draft in drafts)
-        """Of each row's samples in their line: behind its last known token and each of its draft."""
-
-    @property
-    def sampled_places(self) -> list[int]:
-        """Of the tokens behind which is sampled."""
-        feeds = zip(self.places, self.known, strict=True)
-        return [place for places, known in feeds for place in places[len(known) - 1 :]]
-
-
-def _ranges(lengths: Iterable[int]) -> list[range]:
-    """Of parts so long, one behind the other."""
-    stops = [0, *accumulate(lengths)]
-    return [range(start, stop) for start, stop in pairwise(stops)]
-
-
-# ------------------------------------------------------------------------------------------------- layer caches
 
 
 def find_fixed(caches: Sequence[LayerCache]) -> str | None:

@@ -1,7 +1,7 @@
-"""Rows that share padded buffers while they decode: one write and one attention per layer for all of them.
+"""Layers of a group: rows in padded buffers, with one write and one attention per layer for all of them.
 
-A group has a buffer `[room, num_heads, capacity, head_dim]` for the keys and one for the values of each span and
-window layer. Rows are left-aligned. A window layer is a ring: token `p` is at `p % places`.
+A group (`row.py`) has a buffer `[room, num_heads, capacity, head_dim]` for the keys and one for the values of each
+span and window layer. Rows are left-aligned. A window layer is a ring: token `p` is at `p % places`.
 
 Taking back a row's last tokens changes only lengths. A ring has *slack* for that, places beyond its window, so that
 no such token was written over one that the window still covers.
@@ -13,84 +13,15 @@ own buffers are to have. Worker thread only.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
 from operator import sub
 from typing import Any, cast
 
 import mlx.core as mx
 
-from cache.layers.layout import GROWTH_TOKENS, HeadedKVCache, head_length, head_of, leaves_of, tail_of
+from cache.layers.layout import GROWTH_TOKENS, HeadedKVCache, tail_of
 from cache.types import LayerCache
-from models.inference.grouping import Buffer, Row, capacity_for
-from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
-
-_KINDS = {KVCache, HeadedKVCache, RotatingKVCache}
-"""Classes of layer caches whose rows may be in a group."""
-
-
-@dataclass(eq=False)
-class BatchRow:
-    """A sequence while it decodes; by itself it is a member of a batch with one row."""
-
-    caches: list[LayerCache]
-    """Emptied once an error has taken the state: the slot of the sequence holds the same list."""
-    _: KW_ONLY
-    group: "Group | None" = None
-    """Whose buffers hold its span and window rows."""
-
-    @property
-    def is_lost(self) -> bool:
-        return not self.caches
-
-    @property
-    def head(self) -> LayerCache | None:
-        return head_of(self.caches)
-
-    @property
-    def rows(self) -> "list[BatchRow]":
-        return [self]
-
-    @property
-    def leaves(self) -> list[LayerCache]:
-        return leaves_of(self.caches)
-
-    @property
-    def length(self) -> int:
-        """Tokens in the caches; 0 if none of them can be in a group."""
-        return max([int(leaf.offset) for leaf in self.leaves if type(leaf) in _KINDS], default=0)
-
-    @property
-    def own_length(self) -> int:
-        """As `length`, without those of the head."""
-        return self.length - head_length(self.leaves)
-
-    @property
-    def reserved_tokens(self) -> int:
-        """Tokens that fit the row's own span buffers, at least those that it has; without those of its head."""
-        spans = [tail_of(leaf) for leaf in self.leaves if type(leaf) in (KVCache, HeadedKVCache)]
-        reserved = [int(span.step if span.keys is None else span.keys.shape[2]) for span in spans]
-        return max([self.own_length, *reserved])
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the row is empty, and may join a group once it holds a token."""
-        return self.length == 0 and any(type(leaf) in _KINDS for leaf in self.leaves)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of keys and values; an upper bound beyond a window."""
-        tails = [tail_of(leaf) for leaf in self.leaves if type(leaf) in _KINDS]
-        held = [array for tail in tails if tail.keys is not None for array in (tail.keys, tail.values)]
-        return sum(array.nbytes // array.shape[2] for array in held)
-
-    def used_leaves(self) -> tuple[int, ...] | None:
-        """The leaves whose rows can be in a group; None if the row must stay alone.
-
-        A model may leave caches empty whose layers share the keys of others.
-        """
-        spans = [(index, leaf) for index, leaf in enumerate(self.leaves) if not isinstance(leaf, ArraysCache)]
-        used = tuple([index for index, leaf in spans if tail_of(leaf).keys is not None])
-        return used if used and {type(leaf) for _, leaf in spans} <= _KINDS else None
+from models.inference.grouping import Buffer
+from models.mlx_lm_import import RotatingKVCache
 
 
 class Clock:
@@ -312,94 +243,3 @@ def _copied(rows: mx.array, index: int, num_tokens: int) -> mx.array:
     if num_tokens < rows.shape[2]:
         return mx.contiguous(row)
     return mx.concatenate([row, _empty(rows, 1, num_tokens - row.shape[2])], axis=2)
-
-
-def _adopt(given: Sequence[tuple[LayerCache, dict[str, Any]]]) -> None:
-    """Has layer caches hold what `GroupLayer.given` says: all of them, or by an error none."""
-    mx.eval([state[name] for _, state in given for name in ("keys", "values")])
-    for cache, state in given:
-        own = tail_of(cache).__dict__
-        if "_idx" not in state:
-            own.pop("step", None)  # buffers grow again as much as before they were shared
-        own.update(state)
-
-
-class Group:
-    """Rows that decode as one member of a batch.
-
-    An error while rows leave or while the group dissolves loses nothing: each layer's state is where `layers` says.
-    """
-
-    def __init__(self, like: BatchRow, buffer: Buffer, slack: int = 0) -> None:
-        """Empty. Rows may feed `slack + 1` tokens in a step."""
-        used, leaves = like.used_leaves(), like.leaves
-        assert used is not None, "a row that must stay alone was put into a group"
-        self.head, self.start = like.head, head_length(leaves)
-        self.buffer = buffer
-        self.rows: list[BatchRow] = []
-        self.clock = Clock()
-        self.layers = {index: GroupLayer(leaves[index], self.clock, buffer, self.start, slack) for index in used}
-        """By leaf, without those that the model leaves unused, or that are dissolved already."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(layer.num_bytes for layer in self.layers.values())
-
-    @property
-    def num_places(self) -> int:
-        """Tokens that fit the buffers."""
-        return self.buffer.room * self.buffer.capacity
-
-    def own_bytes_of(self, row: BatchRow) -> int:
-        """Bytes that a row's own buffers would have."""
-        index, leaves = self.rows.index(row), row.leaves
-        return sum(layer.own_bytes(index, leaves[leaf]) for leaf, layer in self.layers.items())
-
-    def join(self, rows: Sequence[BatchRow]) -> None:
-        """Moves rows into the group, one layer after another: the extra memory is one layer's."""
-        offsets = [row.length for row in rows]
-        for leaf, layer in self.layers.items():
-            for index, row in enumerate(rows, start=len(self.rows)):
-                layer.take(row.leaves[leaf], index)
-        self.rows += rows
-        self.clock.set([*self.clock.offsets, *offsets])
-        for row in rows:
-            row.group = self
-
-    def leave(self, row: BatchRow, *, keeps_state: bool = True) -> None:
-        """Gives a row its state back, or evaluates nothing where nobody wants it; the last row takes its place."""
-        index, last, leaves = self.rows.index(row), len(self.rows) - 1, row.leaves
-        if keeps_state:
-            _adopt([(leaves[leaf], layer.given(leaves[leaf], index)) for leaf, layer in self.layers.items()])
-        for layer in self.layers.values() if index != last else ():
-            layer.move(last, index)
-        offsets = self.clock.offsets
-        self.rows[index], offsets[index] = self.rows[last], offsets[last]
-        self.rows.pop()
-        self.clock.set(offsets[:-1])
-        row.group = None
-
-    def dissolve(self) -> None:
-        """Gives all rows their state back and frees the buffers, layer by layer."""
-        for leaf, layer in list(self.layers.items()):
-            caches = [row.leaves[leaf] for row in self.rows]
-            _adopt([(cache, layer.given(cache, index)) for index, cache in enumerate(caches)])
-            del self.layers[leaf], layer.keys, layer.values  # the latest step refers to the layer
-        for row in self.rows:
-            row.group = None
-        self.rows = []
-        self.clock.set([])
-
-    def make_room(self) -> bool:
-        """Whether buffers had to grow for the next tokens."""
-        if not self.rows or max(self.clock.lasts) - self.start < self.buffer.capacity:
-            return False
-        for index, row in enumerate(self.rows):
-            for leaf, layer in self.layers.items():
-                layer.extend_own(index, row.leaves[leaf])
-        lasts = zip(self.rows, self.clock.lasts, strict=True)
-        described = [Row(last - self.start, row.reserved_tokens) for row, last in lasts]
-        self.buffer = Buffer(self.buffer.room, capacity_for(described))
-        for layer in self.layers.values():
-            layer.grow(self.buffer.capacity)
-        return True

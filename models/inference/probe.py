@@ -30,8 +30,8 @@ from models.inference import grouping
 from models.inference.batch import DecodeBatch
 from models.inference.feeds import copied_state, find_fixed
 from models.inference.grouping import Row, Wanted
-from models.inference.groups import BatchRow
 from models.inference.ragged import NotRagged, inputs_of, join_layers, ragged_attention
+from models.inference.row import DecodeRow
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ class Probe:
 
     def _find_form_fault(self, form: Form, rows: _Made, shares_heads: bool) -> str | None:
         if form is Form.ROWS:
-            join_layers([BatchRow(self.make_caches())] * 2)  # raises for a class without ragged form, at no cost
+            join_layers([DecodeRow(self.make_caches())] * 2)  # raises for a class without ragged form, at no cost
         elif form is Form.GROUPS and not self._can_share:
             return "the model has no layer in which rows could share buffers"
         elif form is Form.HEADS and not (shares_heads and self._has_spans):
@@ -321,7 +321,7 @@ class Probe:
         logits, leaves = self([[0]], caches), leaves_of(caches)
         self._token_seconds = self.clock() - begun
         self._spent_seconds = 2 * self._token_seconds
-        self._can_share = BatchRow(caches).used_leaves() is not None
+        self._can_share = DecodeRow(caches).used_leaves() is not None
         self._has_spans = any(type(cache) is KVCache and cache.keys is not None for cache in leaves)
         floating = (array for array in (logits, *arrays_in(caches)) if mx.issubdtype(array.dtype, mx.floating))
         self._eps = max(float(mx.finfo(array.dtype).eps) for array in floating)
@@ -398,7 +398,7 @@ class _Rows:
         prompt = evaluate.draw_tokens(rng, _SHORT_TOKENS)
         for part in (prompt[:4], prompt[4:]):
             evaluate([part], self._short)
-        needed = sum(self._lengths[row] for row in self._tokens) * BatchRow(self._short).bytes_per_token
+        needed = sum(self._lengths[row] for row in self._tokens) * DecodeRow(self._short).bytes_per_token
         if needed > MAX_STATE_BYTES:
             raise _NotProven(f"rows of {border} tokens, where attention changes, are {needed >> 20} MiB")
 
@@ -431,7 +431,9 @@ class _Rows:
         return list(self._evaluate([self._tokens[row]], caches)[0])
 
     def _each(
-        self, evaluate: Callable[[int, list[LayerCache]], Sequence[mx.array]], made: dict[int, BatchRow] | None = None
+        self,
+        evaluate: Callable[[int, list[LayerCache]], Sequence[mx.array]],
+        made: dict[int, DecodeRow] | None = None,
     ) -> _Trace:
         trace: _Trace = {}
         for row in self._tokens:
@@ -440,7 +442,7 @@ class _Rows:
         return trace
 
     def together(self, trial: _Trial) -> _Trace:
-        rows, head = {row: BatchRow(self.make(row)) for row in self._tokens}, self._evaluate.make_caches()
+        rows, head = {row: DecodeRow(self.make(row)) for row in self._tokens}, self._evaluate.make_caches()
         for row in trial.on_head:
             # The first row moves what both begin with into `head`.
             split_at_head(rows[row].caches, head, self._head_tokens)
@@ -461,7 +463,7 @@ class _Rows:
         return self._each(lambda row, _: logits[row], rows)
 
     def _evaluated(
-        self, batch: DecodeBatch, rows: Mapping[int, BatchRow], fed: Mapping[int, list[int]], trial: _Trial
+        self, batch: DecodeBatch, rows: Mapping[int, DecodeRow], fed: Mapping[int, list[int]], trial: _Trial
     ) -> dict[int, list[mx.array]]:
         """Each row's logits behind its tokens of a step."""
         if trial.is_alone:

@@ -28,7 +28,8 @@ import mlx.core as mx
 from cache.layers.layout import HeadedKVCache, leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
-from models.inference.groups import BatchRow, Group, GroupLayer
+from models.inference.groups import GroupLayer
+from models.inference.row import DecodeRow, Group
 from models.mlx_lm_import import (
     ArraysCache,
     CacheList,
@@ -276,7 +277,7 @@ def _offset_array(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> mx.arra
     return mx.array(offsets, dtype=mx.int32)
 
 
-def join_layers(members: Sequence[Group | BatchRow]) -> list[LayerCache]:
+def join_layers(members: Sequence[Group | DecodeRow]) -> list[LayerCache]:
     """Layer caches of all rows together. Members on one head must be neighbours. Raises `NotRagged`."""
     rows = [row for member in members for row in member.rows]
     columns = zip(*[row.leaves for row in rows], strict=True)
@@ -300,7 +301,7 @@ def put_back(merged: ArraysCache, stays: Sequence[bool], before: Sequence[mx.arr
         merged.cache = [_chosen(stays, *pair) for pair in zip(merged.cache, before, strict=True)]
 
 
-def _join(members: Sequence[Group | BatchRow], leaf: int, column: Sequence[LayerCache]) -> LayerCache:
+def _join(members: Sequence[Group | DecodeRow], leaf: int, column: Sequence[LayerCache]) -> LayerCache:
     """One layer of all rows; every row by itself where a group leaves the layer unused."""
     if isinstance(column[0], ArraysCache):
         return ArraysCache.merge(column)

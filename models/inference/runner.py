@@ -7,8 +7,8 @@ The engine's loop is double-buffered, so that the device never waits for Python:
     tokens = current.tokens()                   # blocks until `current` is done
 
 Where `current`'s tokens decide what `following` may sample, `following` is prepared without sampling and started;
-`sample` then takes the masks, and a second `start` computes the rest. A step with several tokens of a row
-(`feeds.py`) is prepared once all tokens before it are read, and settled before the next. Invariants:
+`sample` then takes the masks, and a second `start` computes the rest. A *long* step, in which some row feeds several
+tokens (`row.py`), is prepared once all tokens before it are read, and settled before the next. Invariants:
 
 - `prepare` adds the tokens that it feeds to the rows' caches, which lack the token that the latest step samples.
 - Rows join and leave at any step. Their state may be in shared buffers (`batch.py`); `detach` writes it back.
@@ -24,9 +24,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, islice, pairwise
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -42,10 +42,10 @@ from models.errors import RowLost
 from models.inference import grouping
 from models.inference.batch import DecodeBatch, measure_costs, measure_head_tokens
 from models.inference.drafters import Drafter
-from models.inference.feeds import MAX_FEED_TOKENS, Feeds, measure_step_seconds
-from models.inference.groups import BatchRow
+from models.inference.feeds import MAX_FEED_TOKENS, measure_step_seconds
 from models.inference.probe import MAX_SECONDS, Form, Probe
 from models.inference.ragged import inputs_of, own_recurrent_state, ragged_attention
+from models.inference.row import DecodeRow
 from models.inference.sampling import BatchSampler, RowSampling, TokenIds
 from models.inference.sampling_params import SamplingParams
 from models.lora import AdapterSet, selecting
@@ -105,53 +105,41 @@ _MAX_UNREAD_ERRORS = 16
 
 
 @dataclass(eq=False)
-class DecodeRow(BatchRow):
-    """A sequence while it decodes. Only the runner changes its caches until detached."""
-
-    sampling: RowSampling
-    known: list[int]
-    """Chosen tokens that the next step feeds; without one it feeds the previous step's sample."""
-    adapter: int = NO_ADAPTER
-    shift: int = 0
-    """What is added to the row's offsets to give positions, behind pictures."""
-    before: mx.array | None = None
-    """With a drafter: hidden states before each known token, `[num_known, width]`."""
-
-
-@dataclass(eq=False)
 class DecodeStep:
     """Samples of each row, to be computed, being computed, or known."""
 
     rows: tuple[DecodeRow, ...]
-    logits: mx.array | None
-    """`[num_samples, vocab_size]`, with feeds until sampled from."""
+    num_fed: list[int]
+    """Tokens that the step evaluates of each row."""
+    num_sampled: list[int]
+    """Of each row: behind its last known token and behind each token of its draft."""
+    is_long: bool
+    """Some row feeds several tokens."""
+    logits: mx.array | None = None
+    """`[num_samples, vocab_size]`; in a long step until sampled from."""
     sampled: mx.array | None = None
     logprobs: _StepLogprobs | None = None
     on_error: Callable[[], None] = lambda: None
-    feeds: Feeds | None = None
-    """None where each row is fed one token, and has one sample."""
-    states: dict[DecodeRow, mx.array] = field(default_factory=dict)
-    """With feeds and a drafter: hidden states before each fed token, and behind the last."""
-    ahead: list[list[RowSampling]] = field(default_factory=list)
-    """With feeds: each row's states that draw behind its last known token and behind each token of its draft."""
+
+    @property
+    def has_sampled(self) -> bool:
+        return self.sampled is not None
 
     def tokens(self) -> list[list[int]]:
-        """Waits for the step; returns each row's samples: behind its last known token and each token of its draft."""
+        """Waits for the step; returns each row's samples."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
         try:
-            found = cast(list[int], self.sampled.tolist())
+            samples = iter(cast(list[int], self.sampled.tolist()))
         except Exception:
             self.on_error()
             raise
-        if self.feeds is None:
-            return [[token] for token in found]
-        return [found[places.start : places.stop] for places in self.feeds.samples]
+        return [list(islice(samples, number)) for number in self.num_sampled]
 
     def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
         """Of `token` as a row's sample number `place`, None if not requested; `tokens` must come first."""
         if self.logprobs is None:
             return None
-        row = index if self.feeds is None else self.feeds.samples[index][place]
+        row = sum(self.num_sampled[:index]) + place
         return self.logprobs.read(row, token) if row in self.logprobs.num_top else None
 
 
@@ -304,11 +292,10 @@ class Runner:
     ) -> DecodeRow:
         """A row over `caches` that decodes from `next_token` on; `generated` is the output before a replay."""
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
-        return DecodeRow(caches, state, [next_token], adapter, shift, before=self._state_behind(caches))
+        return DecodeRow(caches, state, [next_token], adapter, shift, self._state_behind(caches))
 
-    def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
-        """Feeds `row` `token`, the last of `generated`, in place of the last sample, which penalties forget."""
-        row.known = [token]
+    def force(self, row: DecodeRow, *, prompt: TokenIds, generated: TokenIds) -> None:
+        """Has `row` sample on behind `generated`, whatever was sampled. The caller sets `row.known`."""
         row.sampling = row.sampling.after(prompt, generated)
 
     def prepare(
@@ -316,30 +303,25 @@ class Runner:
         rows: Sequence[DecodeRow],
         previous: DecodeStep | None,
         *,
-        drafts: Sequence[Sequence[int]] = (),
         samples: bool = True,
         spare_bytes: float = float("inf"),
     ) -> DecodeStep:
         """Returns a step that evaluates each row's feed and samples behind it; computes nothing yet.
 
-        A row is fed its known tokens, else `previous`'s sample, then its draft (`drafts`: one for each row, or none);
-        several tokens only where all rows have known ones. Without `samples` it waits for `sample`. Shared buffers
-        may take `spare_bytes` more than the rows' own would.
+        A row is fed its known tokens, else `previous`'s sample, then its draft; several tokens only where all rows
+        have known ones. Without `samples` it waits for `sample`. Shared buffers may take `spare_bytes` more than the
+        rows' own would. Known tokens are the caches' now; in a long step they and drafts stay until it is settled.
         """
         _assert_have_state(rows)
-        with_several = [row for row in rows if row.known[1:]]
-        if not with_several and not any(drafts):
-            feeds, tokens = None, _inputs(rows, previous)
-        else:
-            feeds = Feeds([row.known for row in rows], drafts or [()] * len(rows))
-            assert max(map(len, feeds.tokens)) <= self.max_feed_tokens, "a feed is longer than was proven"
-            tokens = mx.array([*chain(*feeds.tokens)], dtype=mx.uint32)
+        num_fed = [(len(row.known) or 1) + len(row.draft) for row in rows]
+        step = DecodeStep(tuple(rows), num_fed, [len(row.draft) + 1 for row in rows], max(num_fed) > 1)
+        assert max(num_fed) <= self.max_feed_tokens, "a feed is longer than was proven"
+        step.on_error, tokens = partial(self._forget, rows), _inputs(rows, previous)
         with self._forgetting_on_error(rows):
-            step = DecodeStep(tuple(rows), None, on_error=partial(self._forget, rows), feeds=feeds)
             step.logits = self._evaluate(step, tokens, spare_bytes)
             if samples:
                 self.sample(step, ())
-        for row in rows:
+        for row in rows if not step.is_long else ():
             row.known = []
         return step
 
@@ -348,20 +330,21 @@ class Runner:
         assert step.logits is not None and step.sampled is None, "a step samples once"
         states = [row.sampling for row in step.rows]
         with self._forgetting_on_error(step.rows):
-            if step.feeds is not None:
+            if step.is_long:
                 self._sampler.release()
-                step.ahead = [state.ahead(draft) for state, draft in zip(states, step.feeds.drafts, strict=True)]
-                states = list(chain.from_iterable(step.ahead))
+                for row in step.rows:
+                    row.ahead = row.sampling.ahead(row.draft)
+                states = [state for row in step.rows for state in row.ahead]
             step.logprobs = _StepLogprobs.of(step.logits, [state.params for state in states])
             step.sampled = self._sampler.sample(step.logits, states, masks)
-            if step.feeds is not None:
+            if step.is_long:
                 self._sampler.release()
                 step.logits = None
 
     def sample_again(
         self, step: DecodeStep, row: DecodeRow, mask: MaskWords | None, *, prompt: TokenIds, generated: TokenIds
     ) -> None:
-        """Draws the sample of a row in a step without feeds anew, behind `generated`; `start` then computes it."""
+        """Draws the sample of a row in a step that is not long anew, behind `generated`; `start` then computes it."""
         assert step.logits is not None and step.sampled is not None
         place, sampler = step.rows.index(row), BatchSampler(self._vocab_size)
         row.sampling = row.sampling.after(prompt, generated)
@@ -384,22 +367,23 @@ class Runner:
             mx.clear_cache()
 
     def settle(self, step: DecodeStep, accepted: Sequence[int]) -> list[int]:
-        """Ends a step of several tokens, once it is read: the first `accepted` tokens of each row's draft stay.
+        """Ends a long step, once it is read: the first `accepted` tokens of each row's draft stay.
 
         Returns how many tokens of each feed the caches now hold: those that stay, or 0 where all must be fed again.
         """
-        feeds = step.feeds
-        assert feeds is not None, "a step of one token per row is settled by itself"
+        assert step.is_long, "a step of one token per row is settled by itself"
+        numbers = zip(step.rows, step.num_fed, step.num_sampled, accepted, strict=True)
+        stay = {row: num_fed - num_sampled + 1 + num_accepted for row, num_fed, num_sampled, num_accepted in numbers}
+        held = dict(stay)
         with self._forgetting_on_error(step.rows):
-            fed = zip(step.rows, feeds.known, accepted, strict=True)
-            stays = {row: len(known) + num_accepted for row, known, num_accepted in fed}
             for name in self._names(step.rows):
-                self._batches[name].settle(stays)
-        for row, ahead, known, num_accepted in zip(step.rows, step.ahead, feeds.known, accepted, strict=True):
-            row.sampling = ahead[num_accepted]
-            if row in step.states:
-                row.before = step.states[row][stays[row] : len(known) + num_accepted + 1]
-        return [stays[row] for row in step.rows]
+                self._batches[name].settle(held)
+        for row, num_accepted in zip(step.rows, accepted, strict=True):
+            row.sampling = row.ahead[num_accepted]
+            if row.states is not None:
+                row.before = row.states[held[row] : stay[row] + 1]
+            row.draft, row.ahead, row.states = [], [], None
+        return [held[row] for row in step.rows]
 
     def draft(self, rows: Sequence[DecodeRow], limits: Sequence[int]) -> list[list[int]]:
         """What the drafter expects each row to say behind its known tokens, up to `limits` tokens; blocks.
@@ -489,23 +473,22 @@ class Runner:
 
     def _evaluate(self, step: DecodeStep, tokens: mx.array, spare_bytes: float) -> mx.array:
         """Logits `[num_samples, vocab_size]`."""
-        rows, feeds = step.rows, step.feeds
-        in_line = [(place,) for place in range(len(rows))] if feeds is None else feeds.places
-        places: dict[DecodeRow, Sequence[int]] = dict(zip(rows, in_line, strict=True))
+        places = dict(zip(step.rows, _ranges(step.num_fed), strict=True))
         logits, order = list[mx.array](), list[int]()
-        for name in self._names(rows):
+        for name in self._names(step.rows):
             batch = self._batches[name]
-            members = [row for row in rows if self.mixes or row.adapter == name]
+            members = [row for row in step.rows if self.mixes or row.adapter == name]
             for caches, called in self._calls(batch, members, places, spare_bytes):
-                lengths = [len(places[row]) for row in called]
                 found = [place for row in called for place in places[row]]
-                if feeds is not None and caches is called[0].caches and feeds.drafts[rows.index(called[0])]:
+                if caches is called[0].caches and called[0].draft:
                     batch.hold(called[0], len(found))
+                lengths = [len(places[row]) for row in called]
                 logits.append(self._logits(step, _at(tokens, found), caches, called, lengths))
                 order += found
             batch.advance()
-        all_logits, at = logits[0] if len(logits) == 1 else mx.concatenate(logits), np.argsort(order)
-        return _at(all_logits, (at if feeds is None else at[feeds.sampled_places]).tolist())
+        pairs = zip(places.values(), step.num_sampled, strict=True)
+        sampled = [place for fed, num_sampled in pairs for place in fed[-num_sampled:]]
+        return _at(logits[0] if len(logits) == 1 else mx.concatenate(logits), np.argsort(order)[sampled].tolist())
 
     def _names(self, rows: Sequence[DecodeRow]) -> list[int]:
         return [NO_ADAPTER] if self.mixes else list(dict.fromkeys([row.adapter for row in rows]))
@@ -553,11 +536,11 @@ class Runner:
             before = [None if row.before is None else row.before[:1] for row in rows]
             found = self._drafter.evaluate(inputs, caches, lengths, before)
         for row, length, stop in zip(rows, lengths, accumulate(lengths), strict=True):
-            if step.feeds is None:
-                row.before = found.behind[stop - 1 : stop]
+            start = stop - length
+            if step.is_long:
+                row.states = mx.concatenate([found.before[start : start + 1], found.behind[start:stop]])
             else:
-                start = stop - length
-                step.states[row] = mx.concatenate([found.before[start : start + 1], found.behind[start:stop]])
+                row.before = found.behind[start:stop]
         return found.logits if seen is None else found.logits[seen]
 
     @contextmanager
@@ -596,20 +579,27 @@ def _knows_before(row: DecodeRow) -> bool:
     return row.before is not None and len(row.before) == len(row.known)
 
 
+def _ranges(lengths: Sequence[int]) -> list[range]:
+    """Of parts so long, one behind the other."""
+    return [range(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
+
+
 def _at(rows: mx.array, places: list[int]) -> mx.array:
     return rows if places == list(range(len(rows))) else rows[mx.array(places)]
 
 
 def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:
-    """Uint32 `[num_rows]`, without waiting for `previous`."""
-    host_tokens = [token for row in rows for token in row.known]
-    if len(host_tokens) == len(rows):
+    """All rows' tokens in one line, uint32, without waiting for `previous`."""
+    host_tokens = [token for row in rows for token in (*row.known, *row.draft)]
+    knowing = [row for row in rows if row.known]
+    if len(knowing) == len(rows):
         return mx.array(host_tokens, dtype=mx.uint32)
     assert previous is not None, "a row without a known token needs the step that sampled its token"
     assert previous.sampled is not None, "a step is followed once it has sampled"
+    assert len(host_tokens) == len(knowing), "a row without a known token cannot be fed beside several of another row"
     if tuple(rows) == previous.rows and not host_tokens:
         return previous.sampled
     places = {row: place for place, row in enumerate(previous.rows)}
-    places |= {row: place for place, row in enumerate([row for row in rows if row.known], len(places))}
+    places |= {row: place for place, row in enumerate(knowing, len(places))}
     choices = mx.concatenate([previous.sampled, mx.array(host_tokens, dtype=mx.uint32)])
     return choices[mx.array([places[row] for row in rows])]

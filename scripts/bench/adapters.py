@@ -18,7 +18,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from models.inference.runner import DecodeRow, DecodeStep, Runner
+from models.inference.row import DecodeRow
+from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from models.lora_files import attach
 from scripts.bench.common import Report, median, write_json

@@ -36,7 +36,8 @@ from cache.types import LayerCache
 from models.inference.drafters import Drafter, drafter_of
 from models.inference.embedding import Embedder
 from models.inference.feeds import MAX_FEED_TOKENS
-from models.inference.runner import DecodeRow, DecodeStep, Runner
+from models.inference.row import DecodeRow
+from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling import TokenIds
 from models.inference.sampling_params import SamplingParams
 from models.loader import LoadedModel, load
@@ -175,14 +176,12 @@ class TaughtRunner(Runner):
     def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
         """Replaces what was sampled, which is computed all the same."""
         super().sample(step, masks)
-        drafts: Sequence[Sequence[int]] = [()] * len(step.rows) if step.feeds is None else step.feeds.drafts
         taught = list[int]()
-        for row, draft in zip(step.rows, drafts, strict=True):
+        for row, num_samples in zip(step.rows, step.num_sampled, strict=True):
             answer, at = self._rows[row]
-            num_samples = len(draft) + 1
             following = answer[at : at + num_samples]
             taught += following + [self._end] * (num_samples - len(following))
-            if step.feeds is None:
+            if not step.is_long:
                 self._rows[row] = answer, at + 1
         assert step.sampled is not None, "it has just been sampled"
         step.sampled = step.sampled * 0 + mx.array(taught, mx.uint32)

@@ -9,6 +9,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from models.adapter import client_namespace
 from models.output.pieces import TokenLogprob
 from server.engine.output import Output, TextDecoder
 from server.engine.request import (
+    Delta,
     Event,
     Failed,
     Finished,
@@ -124,27 +126,25 @@ class Sequence(Scheduled):
         """Of the next picture, while its sequence is evaluated up to it."""
         self.lease: Lease | None = None
         self.row: Any = None
-        """Of the runner, while the sequence decodes."""
-        self.known: list[int] = []
-        """Known tokens, not in the lease's log yet: several where a draft was taken back."""
-        self.num_launched = len(self.output.tokens)
-        """Tokens sampled in all steps, running steps included."""
+        """A `DecodeRow`, while the sequence decodes. The lease's log has all tokens but the known ones."""
         self.is_suspect = is_suspect
         """A step failed: the sequence decodes alone until one succeeds."""
 
     @property
     def may_launch(self) -> bool:
-        return self.output.reason is None and self.num_launched < self.request.max_tokens
+        """The output goes on behind the step under way, which samples the next token of a row without known ones."""
+        num_sampled = len(self.output.tokens) + (not self.row.known)
+        return self.output.reason is None and num_sampled < self.request.max_tokens
 
     @property
     def needed(self) -> int:
         """Tokens that the next step evaluates at least."""
-        return max(1, len(self.known))
+        return len(self.row.known) or 1
 
     @property
-    def needs_no_step(self) -> bool:
-        """Once answered: no last token is to be evaluated for the next turn."""
-        return not (self.known and self.request.cache_prompt)
+    def is_over(self) -> bool:
+        """Answered, and no last token is to be evaluated for the next turn."""
+        return self.output.reason is not None and not (self.row.known and self.request.cache_prompt)
 
     @property
     def has_memory(self) -> bool:
@@ -177,11 +177,12 @@ class Sequence(Scheduled):
         if events:
             self.sink.post(events)
 
-    def record(self) -> None:
-        """Adds the known tokens, now evaluated, to the lease's log."""
-        if self.lease is not None and self.known:
-            self.lease.append(*self.known)
-            self.known = []
+    def log(self, num_tokens: int) -> None:
+        """Moves the first known tokens, which the layer caches hold by now, to the lease's log."""
+        if num_tokens:
+            assert self.lease is not None
+            self.lease.append(*self.row.known[:num_tokens])
+            self.row.known = self.row.known[num_tokens:]
 
     def progress(self) -> list[Event]:
         """Tells of newly evaluated prompt tokens, not of replayed ones."""
@@ -192,16 +193,41 @@ class Sequence(Scheduled):
         self._reported_tokens = evaluated
         return [Progress(evaluated, num_prompt)]
 
-    def accept(self, token: int, now: float, logprob: TokenLogprob | None = None) -> list[Event]:
-        """Takes the next token; returns the text that it completes. `finished` is to follow the last."""
+    def accept(self, samples: Iterable[int], now: float, logprob: Callable[[int, int], TokenLogprob | None]) -> int:
+        """Takes samples while the row's draft agrees with them, up to the output's end; tells the client.
+
+        Adds what was chosen to the row's known tokens; returns how many of them are of the draft.
+        """
+        row, output, events, num_accepted = self.row, self.output, list[Event](), 0
+        follows_grammar = output.follows_grammar
+        for place, (sample, drafted) in enumerate(zip_longest(samples, row.draft)):
+            forced = output.forced_token()
+            token = sample if forced is None else forced
+            events += self._push(token, now, logprob(token, place))
+            row.known.append(token)
+            row.is_forced = token != sample
+            # Behind a change of what binds the output, samples were drawn within a wrong mask.
+            if token != drafted or (output.reason is None and output.follows_grammar != follows_grammar):
+                break
+            num_accepted += 1
+            if output.reason is not None:
+                break
+        self.is_suspect = False
+        self.drafted_tokens += len(row.draft)
+        self.accepted_tokens += num_accepted
+        self.post([*events, *self.finished(now)])
+        return num_accepted
+
+    def _push(self, token: int, now: float, logprob: TokenLogprob | None) -> list[Delta]:
+        """Takes the next token; returns the text that it completes."""
         self._first_token = now if self._first_token is None else self._first_token
         self._last_token = now
         if logprob is not None and self.request.prompt_logprobs is not None:
             self._output_logprobs.append(logprob)
-        events: list[Event] = [*self.output.accept(token, logprob)]
+        deltas = self.output.accept(token, logprob)
         if self.drafting is not None:
             self.drafting.push(token)
-        return events
+        return deltas
 
     def finished(self, now: float) -> list[Event]:
         """Finished, if the output has ended."""

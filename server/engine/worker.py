@@ -24,7 +24,7 @@ from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import InvalidImage
 from models.vision.pictures import SeenChunk
 from server.diagnosis.causes import OF_SCORED, Reuse
-from server.engine.decode import DecodePipeline, DraftingPipeline
+from server.engine.decode import DecodePipeline
 from server.engine.embeddings import EmbeddingJob, Embeddings
 from server.engine.output import MakeDecoder
 from server.engine.request import (
@@ -85,7 +85,7 @@ class Worker:
         self.now = clock
         prefix_cache.pager.shared = runner
         self._table = SequenceTable(runner, state, clock, chunk_tokens)
-        self._decode = DraftingPipeline(self._table, speculation) if speculation else DecodePipeline(self._table)
+        self._decode = DecodePipeline(self._table, speculation)
         prefix_cache.use_awaited(self._find_awaited)
         self._embeddings = Embeddings(embedder, prefix_cache.reclaimer, chunk_tokens)
         self._make_decoder = make_decoder
@@ -398,17 +398,15 @@ class Worker:
     # -- the end of a prompt
 
     def _start_decoding(self, sequence: Sequence, lease: Lease) -> None:
-        last = int(sequence.tokens[-1])
         sequence.row = self._table.runner.make_row(
             lease.caches,
             sequence.request.sampling,
-            last,
+            int(sequence.tokens[-1]),
             prompt=sequence.request.tokens,
             generated=sequence.output.tokens,
             adapter=sequence.request.adapter_index,
             shift=sequence.request.pictures.shift(len(sequence.request.tokens)),
         )
-        sequence.known = [last]
         sequence.phase = Phase.DECODING
 
     def _end_prefix(self, sequence: Sequence, lease: Lease) -> None:
@@ -424,13 +422,13 @@ class Worker:
             if sequence.lease is not None and not sequence.has_memory:
                 # Recover from a fault of the running step first; a sequence that will wait must have its tokens.
                 self._decode.read()
-                self._grow(sequence, sequence.needed)
+                self._grow(sequence)
 
-    def _grow(self, sequence: Sequence, needed: int) -> None:
+    def _grow(self, sequence: Sequence) -> None:
         max_offset = len(sequence.request.tokens) + sequence.request.max_tokens
         while sequence.lease is not None and sequence.lease.is_open:
             try:
-                if sequence.lease.try_grow(max_offset, needed):
+                if sequence.lease.try_grow(max_offset, sequence.needed):
                     return
             except Exception as error:  # the device has less memory than the budget says, or paging failed
                 self._table.fail_step(sequence, error)

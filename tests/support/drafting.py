@@ -11,7 +11,8 @@ import numpy as np
 
 from cache.layers.layout import leaves_of
 from cache.types import LayerCache
-from models.inference.runner import DecodeRow, Runner
+from models.inference.row import DecodeRow
+from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import ArraysCache
 from tests.support import tiny_models
@@ -103,7 +104,9 @@ class Decoding:
             self.runner.start(step)
             self._take(step.tokens())
             return drafts
-        step = self.runner.prepare(self.rows, None, drafts=drafts)
+        for row, draft in zip(self.rows, drafts, strict=True):
+            row.draft = draft
+        step = self.runner.prepare(self.rows, None)
         self.runner.start(step)
         samples = step.tokens()
         accepted = [

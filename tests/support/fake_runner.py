@@ -62,6 +62,14 @@ class FakeRow:
     """Tokens sampled so far."""
     emitted: list[int] = field(default_factory=list)
     """The output that penalties know of; empty where nobody has said."""
+    draft: list[int] = field(default_factory=list)
+    masks: list[MaskWords | None] = field(default_factory=list)
+    is_forced: bool = False
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens that the next step evaluates."""
+        return max(1, len(self.known)) + len(self.draft)
 
     def sample_after(self, tokens: Sequence[int], place: int = 0) -> int:
         """Returns the next token after `tokens`: the one after it for an end that would come too early."""
@@ -216,23 +224,22 @@ class FakeRunner(SharesNothing):
         self.shifts.append(shift)
         return FakeRow(caches, [next_token], sampling, len(generated), list(generated))
 
-    def force(self, row: FakeRow, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
-        """The next step feeds `token`, whatever the step before gave."""
-        assert generated[-1] == token
-        row.known, row.emitted = [token], list(generated)
+    def force(self, row: FakeRow, *, prompt: TokenArray, generated: Sequence[int]) -> None:
+        """The row goes on after `generated`, whatever the step before gave."""
+        assert row.known[-1] == generated[-1]
+        row.emitted = list(generated)
 
     def prepare(
         self,
         rows: Sequence[FakeRow],
         previous: FakeStep | None,
         *,
-        drafts: Sequence[Sequence[int]] = (),
         samples: bool = True,
         spare_bytes: float = 0,
     ) -> FakeStep:
         """Evaluates each row's feed; what it gives is to be read once the step was started."""
         assert self.unsettled is None, "a step was prepared before the last one was settled"
-        feeds = self._take_feeds(rows, previous, drafts)
+        feeds = self._take_feeds(rows, previous)
         texts = [[*feed.before, *feed.tokens] for feed in feeds]
         failing = self.fault("decode", texts)
         for row, feed in zip(rows, feeds, strict=True):
@@ -252,7 +259,7 @@ class FakeRunner(SharesNothing):
         else:
             for row in rows:
                 row.position += 1
-                row.emitted = []
+                row.known, row.emitted = [], []
         return step
 
     def sample(self, step: FakeStep, masks: Sequence[MaskWords | None]) -> None:
@@ -307,24 +314,20 @@ class FakeRunner(SharesNothing):
         """There is no device to let go of."""
         self.log.append(("close",))
 
-    def _take_feeds(
-        self, rows: Sequence[FakeRow], previous: FakeStep | None, drafts: Sequence[Sequence[int]]
-    ) -> list[FakeFeed]:
-        drafted = [[*draft] for draft in drafts] or [[] for _ in rows]
-        known = [[*row.known] for row in rows]
-        assert not drafts or all(known), "a draft lies behind a token that nobody knows yet"
+    def _take_feeds(self, rows: Sequence[FakeRow], previous: FakeStep | None) -> list[FakeFeed]:
+        drafts, known = [[*row.draft] for row in rows], [[*row.known] for row in rows]
+        assert not any(drafts) or all(known), "a draft lies behind a token that nobody knows yet"
         for row, tokens in zip(rows, known, strict=True):
-            row.known = []
             if not tokens:
                 assert previous is not None and row in previous.rows, "a row was fed from a step it was not in"
                 (sampled,) = previous.sampled[previous.rows.index(row)]
                 tokens.append(sampled)
         feeds = [
             FakeFeed(len(tokens), tokens + draft, tokens_in(row.caches), _recurrent(row.caches))
-            for row, tokens, draft in zip(rows, known, drafted, strict=True)
+            for row, tokens, draft in zip(rows, known, drafts, strict=True)
         ]
         assert all(len(feed.tokens) <= self.max_feed_tokens for feed in feeds)
-        for row, feed, draft in zip(rows, feeds, drafts, strict=bool(drafts)):
+        for row, feed, draft in zip(rows, feeds, drafts, strict=True):
             if draft and row.emitted:
                 assert row.emitted[-1] == feed.tokens[feed.num_known - 1], "penalties know of another token"
         return feeds
@@ -340,6 +343,7 @@ def _samples(row: FakeRow, feed: FakeFeed) -> list[int]:
 def _settle(row: FakeRow, feed: FakeFeed, num_accepted: int, sampled: Sequence[int]) -> int:
     assert 0 <= num_accepted <= feed.num_drafted, "more was accepted than drafted"
     row.position += num_accepted + 1
+    row.draft = []
     row.emitted = [*feed.tokens[feed.num_known :][:num_accepted], sampled[num_accepted]]
     num_kept = feed.num_known + num_accepted
     if feed.recurrent and num_accepted < feed.num_drafted:

@@ -11,7 +11,8 @@ from models.formats import Pooling
 from models.inference.drafters import ModelDrafter, MtpDrafter
 from models.inference.embedding import Embedder
 from models.inference.probe import Form
-from models.inference.runner import DecodeRow, Runner
+from models.inference.row import DecodeRow
+from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import DraftModel
 from models.lora_files import attach

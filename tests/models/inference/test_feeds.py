@@ -103,13 +103,19 @@ class Drafting:
         return self
 
 
+def prepared(rows: Sequence[Drafting], drafts: Sequence[Sequence[int]], *, samples: bool = True) -> DecodeStep:
+    for one, draft in zip(rows, drafts, strict=True):
+        one.row.draft = [*draft]
+    return rows[0].runner.prepare([one.row for one in rows], None, samples=samples)
+
+
 def step(rows: Sequence[Drafting], drafts: Sequence[Sequence[int]]) -> None:
     """One step of several rows, from known tokens."""
     runner, known = rows[0].runner, [list(one.row.known) for one in rows]
-    launched = runner.prepare([one.row for one in rows], None, drafts=drafts)
+    launched = prepared(rows, drafts)
     runner.start(launched)
     accepted = [one.take(launched, index, draft) for index, (one, draft) in enumerate(zip(rows, drafts, strict=True))]
-    held = [1] * len(rows) if launched.feeds is None else runner.settle(launched, accepted)
+    held = runner.settle(launched, accepted) if launched.is_long else [1] * len(rows)
     for one, num_held, fed, count in zip(rows, held, known, accepted, strict=True):
         one.settled(num_held, fed, count)
 
@@ -235,7 +241,7 @@ def test_quantized_keys_and_values_forget_their_last_tokens_too() -> None:
 def test_references_to_earlier_state_end_with_the_step() -> None:
     runner = runner_of("qwen3_5")
     row = Drafting(runner, prompt(20), GREEDY)
-    launched = runner.prepare([row.row], None, drafts=[[1, 2]])
+    launched = prepared([row], [[1, 2]])
     held = weakref.ref(runner._batches[NO_ADAPTER]._rewinds[row.row])
     runner.start(launched)
     launched.tokens()
@@ -306,7 +312,7 @@ def test_a_row_samples_on_as_after_what_was_accepted(params: SamplingParams) -> 
 def test_each_sample_has_a_mask_of_its_own() -> None:
     runner, allowed = runner_of("llama"), (7, 8, 9)
     row = Drafting(runner, prompt(20), GREEDY)
-    launched = runner.prepare([row.row], None, drafts=[[7, 8]], samples=False)
+    launched = prepared([row], [[7, 8]], samples=False)
     runner.start(launched)
     masks = [np.zeros(VOCAB // 32, np.int32) for _ in allowed]
     for mask, token in zip(masks, allowed, strict=True):
@@ -315,14 +321,6 @@ def test_each_sample_has_a_mask_of_its_own() -> None:
     runner.start(launched)
     assert launched.tokens() == [list(allowed)]
     assert runner.settle(launched, [2]) == [3]
-
-
-def test_a_plain_step_makes_no_feeds() -> None:
-    runner = runner_of("llama")
-    rows = [Drafting(runner, prompt(length), GREEDY) for length in (5, 6)]
-    launched = runner.prepare([one.row for one in rows], None, drafts=[()] * 2)
-    runner.start(launched)
-    assert launched.feeds is None and [len(samples) for samples in launched.tokens()] == [1, 1]
 
 
 # ------------------------------------------------------------------------------------------------- the probe

@@ -17,9 +17,10 @@ from models.inference import batch as batches
 from models.inference import feeds, grouping, ragged
 from models.inference.batch import DecodeBatch
 from models.inference.grouping import Costs
-from models.inference.groups import BatchRow, Clock, GroupLayer
+from models.inference.groups import Clock, GroupLayer
 from models.inference.probe import Form, Probe, last_rows
 from models.inference.ragged import NotRagged, Padding, inputs_of, ragged_attention
+from models.inference.row import DecodeRow
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import ArraysCache, make_prompt_cache
@@ -48,7 +49,7 @@ NAMES = [name for name in driver.ALL_NAMES if name not in APART]
 IN_GROUPS = partial(grouping.plan, costs=Costs(1e6))
 
 
-class FedRow(BatchRow):
+class FedRow(DecodeRow):
     """A row that decodes greedily, beside the bare model that evaluates the same tokens one by one."""
 
     def __init__(self, name: str, tokens: Sequence[int], bits: int | None = None) -> None:
@@ -68,7 +69,7 @@ class FedRow(BatchRow):
         return [cache.to_quantized(group_size=32, bits=bits) for cache in caches] if bits else caches
 
     @property
-    def known(self) -> list[int]:
+    def unheld(self) -> list[int]:
         return self.tokens[self.num_held :]
 
     def expected(self, place: int) -> tuple[int, mx.array]:
@@ -79,14 +80,14 @@ class FedRow(BatchRow):
             self._truth.append(cast(int, mx.argmax(logits).item()))
         return self._truth[place + 1], self._logits[place]
 
-    def draft(self, length: int, wrong_at: int) -> list[int]:
+    def guess(self, length: int, wrong_at: int) -> list[int]:
         """What follows, but for one token if `wrong_at` is within."""
         found = [self.expected(len(self.tokens) - 1 + place)[0] for place in range(length)]
         return [(token + (place == wrong_at)) % VOCAB for place, token in enumerate(found)]
 
     def accept(self, draft: Sequence[int], logits: mx.array) -> int:
         """Samples behind the last known token and each of the draft that agrees; returns how many tokens stay."""
-        num_known = len(self.known)
+        num_known = len(self.unheld)
         for place in range(len(draft) + 1):
             token, expected = self.expected(len(self.tokens) - 1)
             assert mx.allclose(logits[place], expected, rtol=1e-3, atol=1e-3), (len(self.tokens), place)
@@ -139,18 +140,18 @@ class Feeding:
         """
         lengths = widths or self.rng.integers(1, MAX_FEED + 1, len(self.rows)).tolist()
         drafts = {
-            row: row.draft(min(length - 1, MAX_FEED - len(row.known)), int(self.rng.integers(MAX_FEED)))
+            row: row.guess(min(length - 1, MAX_FEED - len(row.unheld)), int(self.rng.integers(MAX_FEED)))
             for row, length in zip(self.rows, lengths, strict=True)
         }
-        layers = self.batch.arrange(self.rows, float("inf"), [len(row.known + drafts[row]) for row in self.rows])
+        layers = self.batch.arrange(self.rows, float("inf"), [len(row.unheld + drafts[row]) for row in self.rows])
         order = cast(list[FedRow], self.batch.rows)
-        fed = [row.known + drafts[row] for row in order]
+        fed = [row.unheld + drafts[row] for row in order]
         with ragged_attention():
             logits = self._evaluate(fed, layers)
         self.batch.advance()
         cuts = np.cumsum([len(tokens) for tokens in fed])[:-1].tolist()
         parts = zip(order, mx.split(logits, cuts) if cuts else [logits], strict=True)
-        stays = {row: row.accept(drafts[row], part[len(row.known) - 1 :]) for row, part in parts}
+        stays = {row: row.accept(drafts[row], part[len(row.unheld) - 1 :]) for row, part in parts}
         self.batch.settle(stays)
         for row, number in stays.items():
             row.num_held += number
@@ -162,7 +163,7 @@ class Feeding:
 
     def feed_again(self) -> None:
         """Until each row has one known token."""
-        if any(row.known[1:] for row in self.rows):
+        if any(row.unheld[1:] for row in self.rows):
             self.step(*[1] * len(self.rows))
 
     def plain_step(self) -> None:
@@ -305,7 +306,7 @@ def test_attention_sees_no_more_queries_than_tokens(widths: tuple[int, ...], mon
     feeding, attention = Feeding("gpt_oss", IN_GROUPS), ragged._mlx_attention
     for length in (50, 60, 55, 70):
         feeding.join(length)
-    drafts = {row: row.draft(width - 1, MAX_FEED) for row, width in zip(feeding.rows, widths, strict=True)}
+    drafts = {row: row.guess(width - 1, MAX_FEED) for row, width in zip(feeding.rows, widths, strict=True)}
     monkeypatch.setattr(ragged, "_mlx_attention", attend)
     layers = feeding.batch.arrange(feeding.rows, float("inf"), widths)
     fed = [token for row in cast(list[FedRow], feeding.batch.rows) for token in (row.tokens[-1], *drafts[row])]
@@ -551,7 +552,7 @@ def test_a_failing_step_with_drafts_harms_no_row_outside_of_it() -> None:
 def test_a_row_that_left_before_its_step_was_settled_is_in_no_later_one() -> None:
     """An error between a step's end and its settling takes the row out."""
     model: Any = tiny_models.build("llama")
-    rows = [BatchRow(list(make_prompt_cache(model))) for _ in range(2)]
+    rows = [DecodeRow(list(make_prompt_cache(model))) for _ in range(2)]
     batch = DecodeBatch(None, MAX_FEED)
     batch.hold(rows[0], 3)
     batch.remove(rows[0].caches, keeps_state=False)
@@ -564,7 +565,7 @@ def test_a_row_that_left_before_its_step_was_settled_is_in_no_later_one() -> Non
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_a_batch_holds_neither_a_row_that_left_nor_recurrent_state_twice(name: str) -> None:
     model: Any = tiny_models.build(name)
-    rows = [BatchRow(list(make_prompt_cache(model))) for _ in range(3)]
+    rows = [DecodeRow(list(make_prompt_cache(model))) for _ in range(3)]
     for row in rows:
         mx.eval(model(mx.array([[1, 2, 3]]), cache=row.caches))
     batch = DecodeBatch(None)

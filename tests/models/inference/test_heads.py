@@ -11,9 +11,10 @@ from cache.layers.layout import HeadedKVCache, head_length, leaves_of, split_at_
 from models.inference import ragged
 from models.inference.batch import DecodeBatch
 from models.inference.grouping import Costs
-from models.inference.groups import BatchRow, GroupLayer
+from models.inference.groups import GroupLayer
 from models.inference.probe import Form, Probe
 from models.inference.ragged import Parts
+from models.inference.row import DecodeRow
 from models.inference.runner import Runner
 from models.mlx_lm_import import KVCache
 from tests.models.inference import test_runner as driver
@@ -125,7 +126,7 @@ def test_a_row_alone_on_its_head_decodes_from_both_parts() -> None:
 def test_rows_are_in_the_order_in_which_their_heads_appear_wherever_these_lie_in_memory() -> None:
     ends = sorted(([KVCache()] for _ in range(2)), key=lambda head: id(head[0]))
     for first, second in (ends, reversed(ends)):
-        rows = [BatchRow(filled(40)) for _ in range(5)]
+        rows = [DecodeRow(filled(40)) for _ in range(5)]
         for row, head in zip(rows, (None, first, second, None, first), strict=True):
             if head is not None:
                 split_at_head(row.caches, head, 30)

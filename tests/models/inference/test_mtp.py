@@ -19,8 +19,8 @@ from models import mtp
 from models.errors import ModelBroken, RowLost
 from models.inference.batch import DecodeBatch
 from models.inference.drafters import MtpDrafter
-from models.inference.groups import BatchRow
 from models.inference.ragged import ragged_attention
+from models.inference.row import DecodeRow
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import convert_weights, load
@@ -407,7 +407,7 @@ def test_a_module_that_has_learned_a_text_gives_two_tokens_a_step(name: str) -> 
 def test_rows_in_one_line_are_evaluated_as_each_alone() -> None:
     texts = [text[: 9 + 5 * index] for index, text in enumerate(learned_texts("qwen3")[:3])]
     rows, alone = ([begin("qwen3", trained_module_of("qwen3"), text) for text in texts] for _ in range(2))
-    layers = DecodeBatch(None).arrange([BatchRow(row.caches) for row in rows], 0.0)
+    layers = DecodeBatch(None).arrange([DecodeRow(row.caches) for row in rows], 0.0)
     for _ in range(3):
         tokens = mx.array([row.known[:1] for row in rows])
         with ragged_attention():

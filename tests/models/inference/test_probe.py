@@ -20,9 +20,9 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
 from models.inference import probe
-from models.inference.groups import BatchRow
 from models.inference.probe import Form, Probe
 from models.inference.ragged import Parts, RaggedLayer
+from models.inference.row import DecodeRow
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import CacheList, RotatingKVCache, make_prompt_cache
@@ -391,7 +391,7 @@ def test_only_rows_that_are_made_up_count(monkeypatch: pytest.MonkeyPatch) -> No
     model = build("llama", "float32")
     caches = make_prompt_cache(model)
     model(mx.array([[0]]), cache=caches)
-    monkeypatch.setattr(probe, "MAX_STATE_BYTES", (7 + 254 + 325) * BatchRow(caches).bytes_per_token)
+    monkeypatch.setattr(probe, "MAX_STATE_BYTES", (7 + 254 + 325) * DecodeRow(caches).bytes_per_token)
     assert is_ragged(model)
 
 

@@ -18,7 +18,8 @@ import pytest
 
 from models.inference.probe import Form
 from models.inference.ragged import Parts, ragged_attention
-from models.inference.runner import DecodeRow, DecodeStep, Runner
+from models.inference.row import DecodeRow
+from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import CacheList, make_prompt_cache
 from server.measure import launch
@@ -325,7 +326,8 @@ def decoded(runner: Runner, sampling: SamplingParams, forced: dict[int, int], re
             step = launch(runner, [row, company], None)
             continue
         if token is not None:
-            runner.force(row, token, prompt=given, generated=[*output, token])
+            row.known = [token]
+            runner.force(row, prompt=given, generated=[*output, token])
         following = launch(runner, [row, company], step)
         output.append(step.tokens()[0][0] if token is None else token)
         step = following

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from cache.layers import layout as layout_module
+from cache.lease import Lease
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import OutputGrammar
 from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.decode import MAX_KNOWN_TOKENS
 from server.engine.request import Event, Failed, Finished, FinishReason, StepFailed
-from server.engine.sequence import Sequence as EngineSequence
 from tests.server.engine.test_grammar import BOUND, CALLS, bound_reference, sampled
 from tests.server.engine.test_preemption import Tight
 from tests.support import fake_model
@@ -350,13 +350,13 @@ def test_a_last_token_beside_drafts_is_evaluated_once_memory_is_reserved_for_it(
 ) -> None:
     """The first answer ends as the first drafts come, and has used up all that was reserved for it."""
     monkeypatch.setattr(layout_module, "GROWTH_TOKENS", 4)
-    oracle, record, spare_tokens = Oracle(length=3, idles=1.0), EngineSequence.record, list[int]()
+    oracle, append, spare_tokens = Oracle(length=3, idles=1.0), Lease.append, list[int]()
 
-    def recorded(sequence: EngineSequence) -> None:
-        record(sequence)
-        spare_tokens.append(sequence.lease.spare_tokens if sequence.lease is not None else 0)
+    def appended(lease: Lease, *tokens: int) -> None:
+        append(lease, *tokens)
+        spare_tokens.append(lease.spare_tokens)
 
-    monkeypatch.setattr(EngineSequence, "record", recorded)
+    monkeypatch.setattr(Lease, "append", appended)
     harness, prompts = Drafted(oracle=oracle), [prompt_of(seed, 20) for seed in (1, 2)]
     lengths = EXPECTED_TOKENS + 1, 60
     asked = zip(prompts, lengths, strict=True)
@@ -402,13 +402,13 @@ def test_a_failed_step_with_drafts_costs_nobody_a_token(layout: str, num_rows: i
 class FirstsSeen(FakeRunner):
     """Sees that the first step of each row is without a draft."""
 
-    def prepare(self, rows: Any, previous: Any, *, drafts: Sequence[Sequence[int]] = (), **how: Any) -> Any:
-        drafted = [row for row, draft in zip(rows, drafts, strict=bool(drafts)) if draft]
+    def prepare(self, rows: Any, previous: Any, **how: Any) -> Any:
+        drafted = [row for row in rows if row.draft]
         self.num_drafted += len(drafted)
         self.num_first += len([row for row in drafted if not row.has_stepped])
         for row in rows:
             row.has_stepped = True
-        return super().prepare(rows, previous, drafts=drafts, **how)
+        return super().prepare(rows, previous, **how)
 
     def make_row(self, *arguments: Any, **options: Any) -> Any:
         row: Any = super().make_row(*arguments, **options)
