@@ -179,8 +179,9 @@ class Journal:
 
     @property
     def moved(self) -> MovedState:
-        paged = (self._num_events[what] for what in (Happening.PAGED_IN, Happening.PAGED_OUT))
-        return MovedState(*paged, *(self._num_bytes[what] for what in (Happening.WRITTEN, Happening.READ)))
+        num_events, num_bytes = self._num_events, self._num_bytes
+        paged = num_events[Happening.PAGED_IN], num_events[Happening.PAGED_OUT]
+        return MovedState(*paged, num_bytes[Happening.WRITTEN], num_bytes[Happening.READ])
 
     def record(self, what: Happening, namespace: str, **fields: Any) -> None:
         """Counts an event and tells the listener."""

@@ -36,12 +36,17 @@ class Clock:
         """Of each row before this step; of the last token that it feeds."""
         self.lengths: list[int] | None = None
         """Tokens that each row feeds in this step; None for one of each."""
+        self.is_even = len(set(offsets)) == 1
+        """All rows have one length, and feed one token."""
+        self.offset: mx.array | None = None
+        """`offsets` as an array, once a layer has needed it."""
         self._made: dict[Any, Any] = {}
 
     def feed(self, lengths: list[int]) -> None:
         """Before a step in which some member of the batch feeds several tokens."""
         self.set(self.offsets)
         if max(lengths) > 1:
+            self.is_even = False
             self.lengths, self.lasts = lengths, [sum(row) - 1 for row in zip(self.offsets, lengths, strict=True)]
 
     def advance(self) -> None:
@@ -57,11 +62,6 @@ class Clock:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all rows have one length, and feed one token."""
-        return bool(self.made("even", lambda: self.lengths is None and len(set(self.offsets)) == 1))
 
 
 class GroupLayer:
@@ -84,7 +84,10 @@ class GroupLayer:
     @property
     def offset(self) -> mx.array:
         """Tokens before this step, int32 `[num_rows]`, for rotary embeddings."""
-        return cast(mx.array, self._clock.made("offset", lambda: mx.array(self._clock.offsets, dtype=mx.int32)))
+        clock = self._clock
+        if clock.offset is None:
+            clock.offset = mx.array(clock.offsets, dtype=mx.int32)
+        return clock.offset
 
     @property
     def offsets(self) -> list[int]:

@@ -15,6 +15,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from operator import is_not
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -468,10 +469,10 @@ class BatchSampler:
 
         `masks` holds the tokens that each row may sample, None for all; may be empty.
         """
-        if len(rows) != len(self._rows) or any(a is not b for a, b in zip(rows, self._rows, strict=True)):
+        if len(rows) != len(self._rows) or any(map(is_not, rows, self._rows)):
             self.release()
             self._begin(list(rows))
-        if any(mask is not None for mask in masks):
+        if [mask for mask in masks if mask is not None]:
             logits = mx.where(_allowed(masks, self._vocab_size), logits, -math.inf)
         logits = logits.astype(mx.float32)
         for penalise in self._penalties:

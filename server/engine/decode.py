@@ -108,7 +108,7 @@ class DecodePipeline:
         if (launched := self._in_flight) is not None and launched.is_long:
             self.forget()
             accepted = self._read(launched, sequences)
-        if over := [one for one in (*before, *sequences) if one.is_over]:
+        if over := _over([*before, *sequences]):
             self.read()  # closing evaluates state, which nothing may do beside a step
             self._table.close_finished(over)
         return accepted
@@ -119,7 +119,7 @@ class DecodePipeline:
         self.forget()
         if launched is not None:
             self._read(launched, sequences)
-            self._table.close_finished([one for one in sequences if one.is_over])
+            self._table.close_finished(_over(sequences))
 
     def forget(self) -> None:
         """Takes back the launched step, which may have failed."""
@@ -273,16 +273,16 @@ class DecodePipeline:
                 return None
         for sequence, num_held in zip(sequences, held, strict=True):
             sequence.log(num_held)
-            self._make_up(sequence)
+            if sequence.row.is_forced and sequence.row.known and sequence.output.reason is None:
+                self._try_force(sequence)
         return accepted
 
-    def _make_up(self, sequence: Sequence) -> None:
-        """Makes a row's penalties anew if the next step feeds a forced token."""
-        if sequence.row.is_forced and sequence.row.known and sequence.output.reason is None:
-            try:
-                self._force(sequence, sequence.output.tokens)
-            except Exception as error:  # of the device
-                self._table.fail_step(sequence, error)
+    def _try_force(self, sequence: Sequence) -> None:
+        """Has a row sample on behind the output, whose last token was not sampled."""
+        try:
+            self._force(sequence, sequence.output.tokens)
+        except Exception as error:  # of the device, while penalties are made anew
+            self._table.fail_step(sequence, error)
 
     # -- recover
 
@@ -308,6 +308,10 @@ class DecodePipeline:
         if is_out_of_memory(error):
             self._table.defer_youngest(alive)
             self._table.lacks_memory = True
+
+
+def _over(sequences: list[Sequence]) -> list[Sequence]:
+    return [one for one in sequences if one.output.reason is not None and one.needs_no_step]
 
 
 def _drafting(sequence: Sequence) -> Drafting:

@@ -72,7 +72,7 @@ class Generation:
 
     def post(self, events: list[Event]) -> None:
         """Worker thread only."""
-        if any(isinstance(event, Finished | Failed) for event in events):
+        if [event for event in events if isinstance(event, Finished | Failed)]:
             self.on_end()
         if not self._mailbox.post(partial(self._put, events)):
             self.cancel()

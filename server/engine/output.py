@@ -258,7 +258,7 @@ class Output:
 
     def forced_token(self) -> int | None:
         """The token that replaces the next sample, if there is one."""
-        closing = self._closing()
+        closing = self._closing() if self._reasoning is not None else ()
         return closing[0] if closing else None
 
     def forced(self) -> Sequence[int]:

@@ -16,6 +16,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
+from operator import attrgetter
 from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -126,7 +127,7 @@ class Scheduler(Generic[S]):
 
     def in_phase(self, phase: Phase) -> list[S]:
         """Sequences, best rank first."""
-        return sorted((one for one in self.sequences.values() if one.phase is phase), key=lambda one: one.rank)
+        return sorted([one for one in self.sequences.values() if one.phase is phase], key=attrgetter("rank"))
 
     def common_tokens(self, one: S, other: S) -> int:
         """The length of the common prefix, 0 where state may not be shared."""

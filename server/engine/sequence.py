@@ -142,9 +142,9 @@ class Sequence(Scheduled):
         return len(self.row.known) or 1
 
     @property
-    def is_over(self) -> bool:
-        """Answered, and no last token is to be evaluated for the next turn."""
-        return self.output.reason is not None and not (self.row.known and self.request.cache_prompt)
+    def needs_no_step(self) -> bool:
+        """Once answered: no last token is to be evaluated for the next turn."""
+        return not (self.row.known and self.request.cache_prompt)
 
     @property
     def has_memory(self) -> bool:
@@ -199,7 +199,7 @@ class Sequence(Scheduled):
         Adds what was chosen to the row's known tokens; returns how many of them are of the draft.
         """
         row, output, events, num_accepted = self.row, self.output, list[Event](), 0
-        follows_grammar = output.follows_grammar
+        follows_grammar = bool(row.draft) and output.follows_grammar
         for place, (sample, drafted) in enumerate(zip_longest(samples, row.draft)):
             forced = output.forced_token()
             token = sample if forced is None else forced

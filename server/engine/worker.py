@@ -187,7 +187,7 @@ class Worker:
 
     def stats(self) -> EngineStats:
         """Current counts and bytes."""
-        phases = Counter(sequence.phase for sequence in self._table)
+        phases = Counter([sequence.phase for sequence in self._table])
         requests = RequestCounts(phases[Phase.WAITING], phases[Phase.PREFILLING], phases[Phase.DECODING])
         drafts = None if self._speculation is None else self._speculation.stats
         runner, cache = self._table.runner, self.prefix_cache.stats()
@@ -222,7 +222,7 @@ class Worker:
         if self._table.is_stalled and self._has_free_slot() and self._embeddings.give_way():
             self._table.is_stalled = False
         self._reserve_next_step()
-        if any(sequence.has_lost_state for sequence in self._table):
+        if [sequence for sequence in self._table if sequence.has_lost_state]:
             self._finish_decode_step()
         self._decode.step()
         wants_memory = self._has_free_slot() and any(one.phase is Phase.WAITING for one in self._table)
@@ -233,7 +233,7 @@ class Worker:
             )
 
     def _has_free_slot(self) -> bool:
-        return any(not slot.is_leased for slot in self.prefix_cache.slots)
+        return bool([slot for slot in self.prefix_cache.slots if not slot.is_leased])
 
     def _find_awaited(self) -> list[Lookup]:
         return [sequence.lookup for sequence in self._table.in_phase(Phase.WAITING)[:LOOKAHEAD]]
@@ -418,6 +418,8 @@ class Worker:
 
     def _reserve_next_step(self) -> None:
         """Where memory is short, the youngest waits."""
+        if not [one for one in self._table if one.phase is Phase.DECODING and not one.has_memory]:
+            return
         for sequence in self._decode.next_sequences():
             if sequence.lease is not None and not sequence.has_memory:
                 # Recover from a fault of the running step first; a sequence that will wait must have its tokens.
