@@ -200,6 +200,41 @@ def test_two_tabs_on_one_chat(page: Page, context: BrowserContext, engine: FakeE
     assert [node["content"].strip() for node in answers] == [WHOLE] * 3 and len(engine.requests) == 3
 
 
+OPENED_WHILE_READ = """
+const get = IDBObjectStore.prototype.get;
+let isFirst = true;
+IDBObjectStore.prototype.get = function (id) {
+  const asked = get.call(this, id);
+  if (isFirst) {
+    document.querySelector(".chats a").click();
+    // What was read is not there before the page reads it once more.
+    const wait = () => { if (IDBObjectStore.prototype.get !== get) get.call(this, id).onsuccess = wait; };
+    wait();
+  } else IDBObjectStore.prototype.get = get;
+  isFirst = false;
+  return asked;
+};"""
+
+
+def test_a_chat_that_is_opened_while_another_tab_goes_on_with_it(
+    address: str, page: Page, context: BrowserContext, engine: FakeEngine
+) -> None:
+    engine.max_texts = None
+    ask(page, "A question")
+    wait_until_kept(page, HAVE_ENDED, 2)
+    other = opened(context, f"{address}/#/chat/new", OPENED_WHILE_READ)
+    engine.max_texts = 10
+    ask(page, "And then?")
+    wait_for_words(other)
+    end(engine, page)
+    is_whole(other)
+    ask(page, "At last?")
+    expect(page.locator(".message")).to_have_count(6)
+    is_whole(page)
+    expect(other.locator(".message")).to_have_count(6)
+    is_whole(other)
+
+
 def test_two_tabs_that_hear_nothing_of_each_other(address: str, context: BrowserContext, engine: FakeEngine) -> None:
     engine.script = Script()
     alone = "delete window.BroadcastChannel"

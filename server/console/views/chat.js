@@ -109,15 +109,18 @@ function mount(root, app) {
   /** Returns a conversation, its answers taken up; null where the browser has none of that id. */
   async function load(id) {
     const found = open.get(id) ?? (await store.get(id));
-    if (found) takeUp(found);
-    return found;
+    return found && takeUp(found);
   }
 
-  /** Follows the answers that have not ended, and sends what waited for those that have. */
-  function takeUp(conversation) {
+  /** Follows the answers that have not ended, and sends what waited for those that have; returns the object that stays. */
+  function takeUp(found) {
+    // Who has read the same meanwhile was first.
+    const conversation = open.get(found.id) ?? found;
+    if (conversation !== found) absorb(conversation, found);
     open.set(conversation.id, conversation);
     for (const node of unfinished(conversation)) answers.follow(conversation, node);
     sendWaiting(conversation);
+    return conversation;
   }
 
   function note({ id, title, updated }) {
@@ -158,10 +161,7 @@ function mount(root, app) {
     if (!found) {
       if (!open.has(id)) list.delete(id);
     } else {
-      const known = open.get(id);
-      if (known) absorb(known, found);
-      note(known ?? found);
-      if (known || unfinished(found).length) takeUp(known ?? found);
+      note(open.has(id) || unfinished(found).length ? takeUp(found) : found);
     }
     if (!root.hidden) draw();
   }
