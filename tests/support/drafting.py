@@ -37,8 +37,8 @@ class Predicting:
         self.stats = None
 
     def begin(self, *_: object) -> SimpleNamespace:
-        nothing = lambda *_: None  # noqa: E731
-        return SimpleNamespace(push=nothing, end=nothing, prediction=None, drafter=object())
+        nothing = lambda *_, **__: None  # noqa: E731
+        return SimpleNamespace(push=nothing, learn=nothing, end=nothing, prediction=None, drafter=object())
 
     def may_draft(self, rows: Sequence[object]) -> bool:
         return True

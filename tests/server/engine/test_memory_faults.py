@@ -23,15 +23,19 @@ from cache.disk import connector
 from models import lora_files
 from models.adapter import Adapter
 from models.formats import Pooling
+from models.inference.drafters import Drafter, ModelDrafter, MtpDrafter
 from models.inference.embedding import Embedder
 from models.inference.grouping import Costs
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
+from models.loader import DraftModel
+from models.lora import AdapterSet
 from models.output.grammar import OutputGrammar
 from server.engine.embeddings import EmbeddingJob
 from server.engine.request import Finished
-from tests.support import adapters, tiny_models
+from tests.support import adapters, tiny_models, tiny_mtp
 from tests.support.disk_driver import open_tier
+from tests.support.drafting import Predicting
 from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_grammar import Circle
 from tests.support.oracle import Oracle
@@ -39,7 +43,7 @@ from tests.support.oracle import Oracle
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.3, presence_penalty=0.5, top_logprobs=2)
 NO_MEMORY, OTHER = "[malloc] Unable to allocate 123456789 bytes.", "the device does not answer"
-NAMES = ("llama", "llama_swa", "qwen3_5")
+NAMES = ("llama", "llama_swa", "qwen3_5", "draft model", "mtp")
 KINDS = {"before": NO_MEMORY, "half": NO_MEMORY, "other": OTHER, "late": NO_MEMORY}
 
 
@@ -119,12 +123,23 @@ def _faults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def runner_for(name: str, folder: Path) -> Runner:
-    """Rows are grouped, and share heads, wherever they can; `llama` has an adapter."""
-    model = adapters.fresh(name) if name == "llama" else tiny_models.build(name)
-    attached = None
+    """Rows are grouped, and share heads, wherever they can; `llama` has an adapter, the last two have a drafter."""
+    attached: AdapterSet | None = None
+    drafter: Drafter | None = None
     if name == "llama":
+        model = adapters.fresh(name)
         attached = lora_files.attach(model, [("tuned", str(adapters.write_mlx(name, folder / "adapter", seed=3)))])
-    runner = Runner(model, vocab_size=tiny_models.VOCAB, adapters=attached, max_probe_seconds=float("inf"))
+    elif name == "draft model":
+        model, draft = tiny_models.build("llama_swa"), tiny_models.build("qwen3_5")
+        drafter = ModelDrafter(model, tiny_models.VOCAB, DraftModel("qwen3_5", draft, tiny_models.VOCAB))
+    elif name == "mtp":
+        model = tiny_mtp.model_of("qwen3_5")
+        drafter = MtpDrafter(model, tiny_mtp.module_of("qwen3_5"))
+    else:
+        model = tiny_models.build(name)
+    runner = Runner(
+        model, vocab_size=tiny_models.VOCAB, drafter=drafter, adapters=attached, max_probe_seconds=float("inf")
+    )
     runner.costs = Costs(1000) if runner.costs is not None else None
     runner.head_tokens = 32 if runner.head_tokens is not None else None
     return runner
@@ -146,9 +161,9 @@ class Traffic:
         self.name, self.answers = name, answers
         runner = runner_for(name, home)
         runner.overlaps = FAULTS.kind == "late"
-        oracle = Oracle(0.3, after=self._after, length=4, idles=0.4) if answers else None
         folder = home / f"disk{len(list(home.iterdir()))}"
-        harness = Harness(runner=runner, num_slots=4, chunk_tokens=24, disk=open_tier(folder), speculation=oracle)
+        drafts = self._drafts(runner) if answers else None
+        harness = Harness(runner=runner, num_slots=4, chunk_tokens=24, disk=open_tier(folder), speculation=drafts)
         self.harness = FAULTS.harness = harness
         self.worker, self.cache = self.harness.worker, self.harness.prefix_cache
         caches = runner.make_caches()
@@ -157,6 +172,9 @@ class Traffic:
         self.worker._embeddings._embedder = Embedder(runner._model)
         self.sinks: dict[str, Collected] = {}
         self._outputs: dict[tuple[int, ...], list[int]] = {}
+
+    def _drafts(self, runner: Runner) -> Any:
+        return Predicting(3, 0, 0, 2) if runner.draft_seconds else Oracle(0.3, after=self._after, length=4, idles=0.4)
 
     def _after(self, prompt: Sequence[int], output: Sequence[int]) -> int:
         return [*self._outputs.get(tuple(prompt), []), *[7] * 99][len(output)]
@@ -267,6 +285,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults")
 
 
+@pytest.mark.usual("llama*", "qwen3_5*", "draft model-before", "mtp-late")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_evaluation_fails_every_answer_is_right(
