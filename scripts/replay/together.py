@@ -169,7 +169,7 @@ class SizedRunner:
         *,
         prompt: TokenArray,
         generated: Any,
-        adapter: int,
+        **others: Any,
     ) -> SizedRow:
         """Returns a row over caches."""
         return SizedRow(caches, self.outputs[id(prompt)], len(generated), [next_token])
