@@ -67,10 +67,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     kept = [item for item in items if _is_usual(item)]
     tested = {item.nodeid.partition("[")[0] for item in kept}
-    lost = [item.nodeid for item in items if item.nodeid.partition("[")[0] not in tested]
-    if lost:
-        raise pytest.UsageError(f"no pattern of `usual` fits any case of {lost[0]}")
-    config.hook.pytest_deselected(items=[item for item in items if not _is_usual(item)])
+    left_out = [item for item in items if not _is_usual(item)]
+    for item in left_out:
+        if item.get_closest_marker("usual").args and item.nodeid.partition("[")[0] not in tested:  # type: ignore[union-attr]
+            raise pytest.UsageError(f"no pattern of `usual` fits any case of {item.nodeid}")
+    config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 
 

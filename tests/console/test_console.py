@@ -292,6 +292,7 @@ def test_models_are_listed_and_a_pull_that_fails_says_why(page: Page, demo: str)
     expect(page.locator(".panel .bad")).to_have_count(0)
 
 
+@pytest.mark.usual
 def test_a_model_is_pulled_loaded_asked_and_unloaded(chromium: Browser, tmp_path: Path) -> None:
     model = write("llama", tmp_path / "model")
     with running_hub() as hub, serving_beside(hub, tmp_path / "home") as address:

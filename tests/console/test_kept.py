@@ -449,6 +449,7 @@ def wire(address: str) -> Iterator[Wire]:
         yield wire
 
 
+@pytest.mark.usual
 def test_a_network_that_goes_and_comes(wire: Wire, context: BrowserContext, engine: FakeEngine) -> None:
     page = opened(context, f"http://127.0.0.1:{wire.port}/#/chat/new")
     ask(page, "A question")
@@ -471,6 +472,7 @@ def test_a_network_that_goes_and_comes(wire: Wire, context: BrowserContext, engi
     assert len(engine.requests) == 3 and not engine.cancelled
 
 
+@pytest.mark.usual
 def test_a_connection_of_which_nothing_is_heard_any_more(context: BrowserContext, engine: FakeEngine) -> None:
     # The browser may ask by another connection that nothing is heard of, until the server closes idle ones.
     app = create_app(engine, fake_model(context_tokens=4000), ServerConfig())
@@ -486,6 +488,7 @@ def test_a_connection_of_which_nothing_is_heard_any_more(context: BrowserContext
     assert len(engine.requests) == 1
 
 
+@pytest.mark.usual
 def test_a_server_that_is_killed(context: BrowserContext, tmp_path: Path) -> None:
     folder = write("qwen3", tmp_path / "tiny")
     server = Process(str(folder), "--port", "0")
@@ -551,6 +554,7 @@ def test_a_browser_that_keeps_nothing_says_so_and_answers(
 WITHOUT_LOCKS = "Object.defineProperty(navigator, 'locks', { value: undefined })"
 
 
+@pytest.mark.usual
 def test_without_locks_two_tabs_follow_one_answer(address: str, context: BrowserContext, engine: FakeEngine) -> None:
     page = opened(context, f"{address}/#/chat/new", WITHOUT_LOCKS)
     begin(page)
@@ -564,6 +568,7 @@ def test_without_locks_two_tabs_follow_one_answer(address: str, context: Browser
     assert len(engine.requests) == 1
 
 
+@pytest.mark.usual
 def test_without_locks_a_question_is_left_for_a_while_to_the_page_that_sends_it(
     address: str, context: BrowserContext, engine: FakeEngine
 ) -> None:

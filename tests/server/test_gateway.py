@@ -324,6 +324,7 @@ def wait_until_new_ones_reach(cluster: Cluster, servers: set[str], name: str) ->
 
 
 @needs_haproxy
+@pytest.mark.usual
 def test_nobody_notices_that_servers_come_and_go(cluster: Cluster) -> None:
     conversations = [Conversation(f"through it all {number}", FORMS[number % 3]) for number in range(6)]
 

@@ -81,6 +81,7 @@ def test_what_was_not_written_is_not_called_restarted(subject: Subject, tmp_path
     assert "paged_in_ms" in conversation.figures and "restarted_ms" not in conversation.figures
 
 
+@pytest.mark.usual
 @pytest.mark.usefixtures("short")
 def test_all_that_the_context_holds_is_measured_and_the_rest_named(subject: Subject, tmp_path: Path) -> None:
     begun, rows = measured(subject, folder=tmp_path)
@@ -95,6 +96,7 @@ def test_all_that_the_context_holds_is_measured_and_the_rest_named(subject: Subj
     assert len(begun) == 1 + 4 + 1 + 1
 
 
+@pytest.mark.usual
 @pytest.mark.usefixtures("short")
 def test_what_memory_does_not_hold_is_left_out(subject: Subject) -> None:
     _, rows = measured(subject, budget_bytes=700_000)

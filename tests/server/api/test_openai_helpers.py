@@ -71,6 +71,7 @@ def test_arguments_are_parsed_into_a_type(client: openai.OpenAI, engine: FakeEng
     assert calls[0].function.parsed_arguments == Weather(city="Paris")
 
 
+@pytest.mark.usual
 def test_the_beta_client_does_the_same(client: openai.OpenAI, engine: FakeEngine) -> None:
     engine.script = ANSWERING
     answer = client.beta.chat.completions.parse(model="tiny", messages=HI, response_format=Weather)

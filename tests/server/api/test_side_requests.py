@@ -53,6 +53,7 @@ def clocked(history: list[Any], turn: int, text: str) -> list[Any]:
     return [*history, user(f"It is 9:{10 + turn}."), user(text)]
 
 
+@pytest.mark.usual("demo-True", "lfm2-False")
 @pytest.mark.parametrize("together", [False, True])
 def test_side_requests_cost_the_chat_none_of_its_state(server: Live, together: bool) -> None:
     """Each turn reuses all that two prompts share, though others ran in between: up to where the clock stood."""

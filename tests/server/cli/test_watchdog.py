@@ -189,6 +189,7 @@ def test_a_hang_ends_the_process_and_the_disk_gives_the_conversations_back(folde
         assert status == 200 and body["usage"]["prompt_tokens_details"]["cached_tokens"] > 256
 
 
+@pytest.mark.usual
 def test_a_process_that_was_stopped_for_a_while_has_no_hang(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path, "C", "--stuck-after", "1", "--exit-when-stuck", "--drain", "0") as server:
         stream = send(server.port, prompt="a", max_tokens=100_000, ignore_eos=True, stream=True).getresponse()
@@ -237,6 +238,7 @@ def test_a_signal_ends_the_process_whatever_hangs(
             assert "most recent call first" in server.output, "every thread's stack is in the log"
 
 
+@pytest.mark.usual
 def test_a_call_that_holds_pythons_lock_for_a_while_at_a_ctrl_c_is_no_hang(folder: Path, tmp_path: Path) -> None:
     """A long tokenization does so. A signal that were heard twice would cut the answer off."""
     with serving(folder, tmp_path, "C with Python's lock for a while", "--drain", "1000") as server:
@@ -248,6 +250,7 @@ def test_a_call_that_holds_pythons_lock_for_a_while_at_a_ctrl_c_is_no_hang(folde
         assert server.wait() == 0, server.output
 
 
+@pytest.mark.usual
 def test_one_stuck_model_of_two_is_named_and_the_other_one_answers(folder: Path, tmp_path: Path) -> None:
     other = write("qwen3", tmp_path / "other")
     with serving(folder, tmp_path, "first", str(other), "--stuck-after", "2") as server:

@@ -163,6 +163,7 @@ def test_thoughts_at_their_limit_are_closed_in_fewer_steps_and_change_no_token(n
         assert num_steps < 0.8 * num_plain
 
 
+@pytest.mark.usual("overlap-*", "in turns-llama")
 @pytest.mark.parametrize("name", ["llama", "demo"])
 def test_calls_are_bound_alike_whether_steps_overlap_and_with_drafts(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -293,7 +293,7 @@ def test_whatever_evaluation_fails_every_answer_is_right(
 ) -> None:
     tries_all, rng = pytestconfig.getoption("all_faults"), random.Random(f"{name}{kind}")
     count = num_evaluations(name, home, kind)
-    places: list[tuple[int, ...]] = [(at,) for at in (range(count) if tries_all else rng.sample(range(count), 2))]
+    places: list[tuple[int, ...]] = [(at,) for at in (range(count) if tries_all else rng.sample(range(count), 1))]
     if kind != "other":  # where a request fails that meets two
         places += [(at, at + rng.randrange(1, 40)) for at in rng.sample(range(count), 100 if tries_all else 1)]
     for at in places:

@@ -268,6 +268,7 @@ def partly_copied_rows(simulation: Simulation, num_rows: int) -> list[tuple[Draf
 CURVES = (flat, linear, stepped, memory_bound)
 
 
+@pytest.mark.usual("*-0.003-[14]", "*-0.0-32")
 @pytest.mark.parametrize("num_rows", [1, 4, 8, 32])
 @pytest.mark.parametrize("lost_seconds", [0.0, 0.003])
 @pytest.mark.parametrize("curve", CURVES)

@@ -321,6 +321,7 @@ def test_it_stands_beside_the_disk_cache(tmp_path: Path) -> None:
     assert (tmp_path / FILE_NAME).exists()
 
 
+@pytest.mark.usual("0", "3")
 @pytest.mark.parametrize("seed", range(4))
 def test_a_server_that_is_killed_leaves_whole_responses(tmp_path: Path, seed: int) -> None:
     path, text = tmp_path / FILE_NAME, "x" * 200_000
