@@ -26,6 +26,7 @@ from server.api.record import Arrival, OpenRequest, RequestRecord, counts_of
 from server.api.wire import Payload
 from server.diagnosis import account
 from server.diagnosis.causes import Cause, Reuse
+from server.diagnosis.compare import find_moved_note
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, repeated_call
 from server.engine.commands import pin_turn
 from server.engine.engine import Engine
@@ -129,6 +130,8 @@ class Run(OpenRequest):
         """None unless the run ended well."""
         self._context = answer.context
         self._conversations = answer.context.conversations if self.is_first else account.Conversations()
+        self.earlier: Prompt | None = None
+        """Of the turn that the request continues."""
         self._generation = answer.engine.submit(exchange.request)
         self._texts: list[str] = []
 
@@ -209,7 +212,8 @@ class Run(OpenRequest):
             return started
         rendered = account.Rendered(self.exchange.asked, request.tokens, request.outline)
         self.name, previous = self._conversations.find(request.session_id, rendered, request.request_id)
-        self.previous_id = previous.request_id if previous is not None else None
+        if previous is not None:
+            self.previous_id, self.earlier = previous.request_id, previous.prompt
         if started.reuse.misses:
             return started
         is_asked = request.cache_prompt
@@ -405,17 +409,19 @@ class Answer:
         request, reply_ids = exchange.request, tuple(run.token_ids)
         is_answered = run.has_ended and not request.is_prefix_only
         if is_answered and exchange.conversation is not None and request.cache_prompt:
-            self.context.in_background(_evaluate_ahead(self.engine, exchange, exchange.conversation, reply_ids))
+            self.context.in_background(_evaluate_ahead(self.engine, run, exchange.conversation, reply_ids))
         if run.outcome == FinishReason.STOP and exchange.parser.made_calls:
             label = request.session_id or request.request_id
             self.engine.execute_later(pin_turn, request.state_namespace, label, request.tokens, reply_ids)
 
 
-async def _evaluate_ahead(
-    engine: Engine, exchange: Exchange, conversation: Conversation, reply_ids: Sequence[int]
-) -> None:
+async def _evaluate_ahead(engine: Engine, run: Run, conversation: Conversation, reply_ids: Sequence[int]) -> None:
+    exchange = run.exchange
+
     def requests() -> list[GenerationRequest]:
-        return next_turn_requests(conversation, exchange.request, reply_ids, exchange.whole_reply())
+        note = find_moved_note(run.earlier, exchange.asked) if run.earlier is not None else None
+        histories = [conversation, *([conversation.without_note(*note)] if note is not None else [])]
+        return next_turn_requests(histories, exchange.request, reply_ids, exchange.whole_reply())
 
     try:
         for request in await asyncio.to_thread(requests):

@@ -45,15 +45,19 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
 
 
 def next_turn_requests(
-    conversation: "Conversation", request: GenerationRequest, reply_ids: Sequence[int], reply: Sequence[Message]
+    histories: Sequence["Conversation"],
+    request: GenerationRequest,
+    reply_ids: Sequence[int],
+    reply: Sequence[Message],
 ) -> list[GenerationRequest]:
     """Requests that evaluate, once, where the next prompt differs from `request` and its reply.
 
-    Clients send a reply back with or without its reasoning.
+    Clients send one of the histories, and a reply with or without its reasoning.
     """
     without = [{name: value for name, value in message.items() if name != _REASONING} for message in reply]
     sent = [reply] if without == list(reply) else [reply, without]
-    made = [next_turn_request(request, reply_ids, conversation.followed_by(one).stable_prefix()) for one in sent]
+    likely = [history.followed_by(one).stable_prefix() for history in histories for one in sent]
+    made = [next_turn_request(request, reply_ids, prefix) for prefix in likely]
     return list({one.tokens.tobytes(): one for one in made if one is not None}.values())
 
 
@@ -166,6 +170,11 @@ class Conversation:
         prefix = cut_at_last_point(self._render([*self.messages, _NEXT_MESSAGE]), _BEFORE_USER)
         outline, own = prefix.outline, slice(0, len(self.messages))
         return replace(prefix, outline=replace(outline, starts=outline.starts[own], roles=outline.roles[own]))
+
+    def without_note(self, index: int, text: str) -> "Conversation":
+        """The conversation with a message that has this text, or that is left out if it has none."""
+        message = [{**self.messages[index], "content": [{"text": text}]}] if text else []
+        return replace(self, messages=[*self.messages[:index], *message, *self.messages[index + 1 :]])
 
     def followed_by(self, messages: Sequence[Message]) -> "Conversation":
         """The conversation with the assistant's whole message, and any that follow."""

@@ -35,6 +35,7 @@ MIN_SUMMARY_CHARACTERS = 40
 """A shorter reply may be in another conversation by chance."""
 MIN_TAIL_CHARACTERS = 512
 """Some 128 tokens: fewer are not worth reporting."""
+_ASKING = ("user", "tool", "system")
 _SUMMARY = re.compile(
     r"continued from a previous|previous conversation|conversation (?:so far|history|above) |produced a summary"
     r"|(?:been|was|is) (?:summari[sz]ed|compacted)|summary of (?:the|our|this) |<\w*summary>|<state_snapshot>",
@@ -127,6 +128,28 @@ def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
         change if change.cause is Cause.CLOCK else replace(change, cause=Cause.EARLY)
         for change in _MessageDiff(Turn(earlier), later).volatile_head(only=True)
     ]
+
+
+def find_moved_note(earlier: Prompt, later: Prompt) -> tuple[int, str] | None:
+    """Where in `later` a note stands that stood at the end of `earlier` and is not left there.
+
+    A message's index, and its text without the note: empty if the whole message is the note.
+    """
+    start = shared_length(earlier.parts, later.parts)
+    newest = next((at for at in reversed(range(len(later.parts))) if later.parts[at].role == "assistant"), -1) + 1
+    is_at_end = all(part.role in _ASKING for part in earlier.parts[start:])
+    if not is_at_end or not start < min(len(earlier.parts), newest):
+        return None
+    one, other = earlier.parts[start], later.parts[start]
+    alike = [at for at in range(newest, len(later.parts)) if later.parts[at].role == one.role]
+    inner = other.text.strip()
+    if one.role == other.role and inner and inner in one.text:
+        before, _, after = one.text.partition(inner)
+        text = later.parts[alike[-1]].text if alike else ""
+        is_around = text.startswith(before) and text.endswith(after) and len(before) + len(after) < len(text)
+        return (alike[-1], text[len(before) : len(text) - len(after)]) if is_around else None
+    notes = [at for at in alike if is_version(one, later.parts[at])]
+    return (notes[-1], "") if notes and len(later.parts) - newest > 1 else None
 
 
 def _is_compaction(earlier: Turn, later: Prompt) -> bool:
@@ -390,7 +413,7 @@ class _MessageDiff:
         return is_newest and num_added > MAX_ADDED_WORDS and bool(inner) and inner in text
 
     def _is_newest(self, i: int) -> bool:
-        return i != self._reply and all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
+        return i != self._reply and all(part.role in _ASKING for part in self._prompt.parts[i:])
 
     def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Miss:
         part, other, num_fewer = self._ours[i1], self._theirs[j1], i2 - i1 - (j2 - j1)

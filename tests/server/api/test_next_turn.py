@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,41 @@ def test_a_short_answer_without_its_thought_costs_the_next_turn_only_what_is_new
     opening = tiny_models.tokenizer().tokenize("<think>I think at length about this.</think>")
     shared = first.usage.prompt_tokens - len(opening)
     assert second.usage.prompt_tokens_details.cached_tokens == shared
+
+
+NOTE = "Answer with a block for each file that you change, and nothing else. " * 12
+
+
+def in_text(text: str) -> list[dict[str, Any]]:
+    return [user(f"{text}\n\n{NOTE}")]
+
+
+def in_message(text: str) -> list[dict[str, Any]]:
+    return [user(text), {"role": "system", "content": NOTE}]
+
+
+def _is_long(values: list[bool], length: int) -> bool:
+    return len(values) == length
+
+
+@pytest.mark.parametrize("newest", [in_text, in_message])
+def test_a_note_that_moves_on_costs_no_reply_once_it_has_moved(
+    thinking: Live, newest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate_ahead, evaluated = answer._evaluate_ahead, list[bool]()
+
+    async def watch(*args: Any) -> None:
+        await evaluate_ahead(*args)
+        evaluated.append(True)
+
+    monkeypatch.setattr(answer, "_evaluate_ahead", watch)
+    options: Any = {"extra_body": {"session_id": newest.__name__, "ignore_eos": True}, "max_tokens": 150}
+    history: list[dict[str, Any]] = [{"role": "system", "content": f"You write code, {newest.__name__}. " * 4}]
+    num_evaluated = list[int]()
+    for turn, text in enumerate(("one", "two", "three"), 1):
+        answered = thinking.ask(*history, *newest(text), **options)
+        num_evaluated.append(answered.model_extra["timings"]["prompt_n"])
+        until(partial(_is_long, evaluated, turn))
+        history += [user(text), assistant(answered.choices[0].message.content)]
+    note = len(tiny_models.tokenizer().tokenize(NOTE))
+    assert num_evaluated[1] > note + 150 > note + 64 > num_evaluated[2], (num_evaluated, note)
