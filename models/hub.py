@@ -157,7 +157,9 @@ def pull_mtp(folder: Path, module: _Download, check: Callable[[Path], None], tel
     """Fetches an MTP module for the model in `folder`, unless `check` raises ModelError for the file."""
     file, repository = module.files[0], str(module.repository)
     if folder.parent.name != "snapshots":
-        raise PullFailed(f"{repository} does not go with {folder}; name a downloaded model")
+        raise PullFailed(
+            f"{folder} was not pulled, so it cannot get the MTP module {repository}; name a pulled model"
+        )
     if file.num_bytes > total_bytes(folder):
         raise PullFailed(f"{repository} is no MTP module: {size_text(file.num_bytes)} is more than the model takes")
     with _explained(module.repository):

@@ -277,7 +277,7 @@ def check_mtp(path: Path, name: str, file: Path) -> None:
     with _explained(f"{name}: cannot be loaded"):
         model, _ = load_model(path, lazy=True)
     if load_mtp(path, name, model, file) is None:
-        raise ModelBroken(f"{name}: nothing is known of MTP modules of its family")
+        raise ModelBroken(f"{name}: no MTP module of its family is known")
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], int]:

@@ -147,7 +147,7 @@ def can_mix(model: Any, adapters: AdapterSet, vocab_size: int) -> bool:
     """Whether rows of different adapters give the same together as alone."""
     fault = _find_mixing_fault(model, adapters, vocab_size)
     if fault is not None:
-        logger.info("rows of different adapters take turns: %s", fault)
+        logger.info("requests of different adapters take turns: %s", fault)
     return fault is None
 
 

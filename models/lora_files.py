@@ -137,7 +137,7 @@ def _layers_of(model: Module, folder: _AdapterFolder) -> dict[str, Module]:
             load_adapters(model, str(folder.path))
         except Exception as error:  # mlx-lm's, for whatever it finds wrong
             reason = " ".join(str(error).split())
-            raise ModelBroken(f"adapter {folder.name}: it is not one of this model: {reason}") from error
+            raise ModelBroken(f"adapter {folder.name}: it does not fit this model: {reason}") from error
         made = {path: layer for path, layer in _modules_of(model).items() if path in own and own[path] is not layer}
         _replace(model, {path: own[path] for path in made})
     if not made:

@@ -361,9 +361,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
                 args = tuple(_drawn(args))
                 _check_call(__obj, args, named).spend()
             if type(owner) in _CHANGES and not __self.is_safe_attribute(owner, __obj.__name__, __obj):
-                raise SecurityError(
-                    "the model's chat template gathers a list that is unsafe to add to: it is too long"
-                )
+                raise SecurityError("the model's chat template adds to a list that is too long")
         return _spend_on(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:

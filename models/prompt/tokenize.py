@@ -167,8 +167,8 @@ def spend(num_bytes: int, param: str) -> None:
     if (work := _work.get(None)) is not None:
         work.num_left -= num_bytes + BYTES_PER_USE
         if work.num_left < 0:
-            bound = f"{MAX_REPEATED_BYTES} bytes, of which each use counts {BYTES_PER_USE} more"
-            raise InvalidParameter(param, f"{param}: what it refers to is more than {bound}")
+            bound = f"{MAX_REPEATED_BYTES} bytes, each use counting {BYTES_PER_USE} more"
+            raise InvalidParameter(param, f"{param}: the items and tools that it refers to have more than {bound}")
 
 
 SLICE_CHARACTERS = 16_384

@@ -133,7 +133,7 @@ def _parse(text: bytes, path: Path) -> Mapping[str, StoredModel]:
     records = json.loads(text)
     version = records.get("version") if isinstance(records, dict) else None
     if not isinstance(version, int) or version < VERSION:
-        raise ValueError("it says no version")
+        raise ValueError("it names no version")
     if version > VERSION:
         raise StoreError(f"{path} was written by a newer mlx-serve; use that, or move the file")
     try:

@@ -176,7 +176,7 @@ def parse_full_name(text: str) -> str:
     if name is None:
         raise StoreError(
             f"{text[:MAX_NAME_CHARACTERS]!r} is no name for a model: it is letters, digits and any of . _ - with at "
-            f"most {MAX_NAME_CHARACTERS} characters, and a tag behind a colon if you like, such as writer:v2"
+            f"most {MAX_NAME_CHARACTERS} characters, and a tag after a colon if you like, such as writer:v2"
         )
     return name
 
@@ -271,7 +271,7 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
             gathered.append(more)
         gathered[-1], _, behind = gathered[-1].partition(_LONG_QUOTE)
         if behind.strip():
-            raise ModelfileError(f'line {number}: nothing may stand behind the """ that ends a text')
+            raise ModelfileError(f'line {number}: nothing may follow the """ that ends a text')
         yield first, word, head + "\n".join(gathered)
 
 
@@ -284,7 +284,7 @@ def _take_instruction(modelfile: Modelfile, instruction: str, text: str) -> None
     match instruction:
         case "from":
             if modelfile.base:
-                raise ModelfileError("there is a FROM already; a model is made from one other")
+                raise ModelfileError("there is a FROM already; a model is made from one other model")
             modelfile.base = text
         case "parameter":
             name, _, value = text.partition(" ")

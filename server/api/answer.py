@@ -428,7 +428,7 @@ async def _evaluate_ahead(engine: Engine, run: Run, conversation: Conversation, 
             async for _ in engine.submit(request):
                 pass
     except Exception as error:  # no client waits for this, and the next turn evaluates missing tokens itself
-        logger.debug("%s: not evaluated ahead: %s", exchange.request.request_id, error)
+        logger.debug("%s: the next turn was not evaluated ahead: %s", exchange.request.request_id, error)
 
 
 def _total(counts: Iterable[int | None]) -> int | None:

@@ -83,7 +83,7 @@ def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> O
         try:
             matcher.mask()
         except GrammarFailed as error:
-            why = "no answer that is allowed begins with the text that is to be continued"
+            why = "the text to be continued begins no answer that is allowed"
             raise wrong(wanted.param, why) from error
     return OutputGrammar(compiled, _reasoning_start(model, prompt), wanted.begun, wanted.forces_calls)
 

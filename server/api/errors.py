@@ -99,7 +99,7 @@ class ContextExceeded(ApiError):
 
     def __init__(self, num_tokens: int, max_tokens: int, param: str | None, *, is_exact: bool = True) -> None:
         length = f"{num_tokens} tokens" if is_exact else f"{num_tokens} tokens or more"
-        context = f"this model's context of {max_tokens + 1} tokens holds at most {max_tokens} and an answer"
+        context = f"this model's context of {max_tokens + 1} tokens leaves room for at most {max_tokens}"
         super().__init__(Code.CONTEXT_EXCEEDED, f"the prompt has {length}; {context}", param)
         self.num_tokens, self.max_tokens = num_tokens, max_tokens
 

@@ -341,7 +341,7 @@ def _with_one_window(sampling: SamplingParams, body: GenerationBody) -> Sampling
     for name, value in named.items():
         window = next(iter(named.values()))
         if value != window:
-            raise wrong(name, f"all penalties look at the same tokens here, and {value} is not {window}")
+            raise wrong(name, f"all penalties have the same window here, and {value} is not {window}")
     return replace(sampling, repeat_last_n=value) if named else sampling
 
 

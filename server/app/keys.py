@@ -161,7 +161,7 @@ class OverLimit(Exception):
     """A request that its key may send only after some seconds."""
 
     def __init__(self, limit: str, seconds: float) -> None:
-        super().__init__(f"this key may send only so many requests: {limit}")
+        super().__init__(f"this key's limit is reached: {limit}")
         self.retry_after_seconds = max(1, math.ceil(seconds))
 
 

@@ -257,7 +257,7 @@ def _claims(folder: Path) -> list[Claim]:
 def _locked(folder: Path) -> Iterator[None]:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} is not this user's alone")
+        raise PermissionError(f"other users can use {folder}")
     descriptor = _open(folder / "lock")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -263,7 +263,7 @@ def _plan(
         usual = pool_memory(replace(config, cache_memory_bytes=None), machine, ()).for_state([weights_bytes])
         wanted = f"{size_text(budget_bytes)} of cache memory and {size_text(weights_bytes)} of weights"
         limit = f"the {size_text(machine.memory_bytes)} of this machine"
-        raise StartError(f"{wanted} are more than {limit}; {size_text(usual)} is what it takes by default")
+        raise StartError(f"{wanted} are more than {limit}; the default is {size_text(usual)}")
     return plan
 
 
@@ -367,7 +367,8 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
     )
     if served.tool_calls == "text":
         logger.warning(
-            "%s takes tools, but how it writes calls is not known: they come as text, not as tool_calls", served.id
+            "%s takes tools, but the format of its calls is not known: calls come as text, not as tool_calls",
+            served.id,
         )
     return served
 

@@ -86,7 +86,7 @@ class Upkeep:
             try:
                 await self.tick()
             except Exception:  # a round that fails must not end the watch over engines
-                logger.exception("a round of the upkeep failed; the next one begins anew")
+                logger.exception("a round of the upkeep failed; the next round tries again")
 
     async def tick(self) -> None:
         """One round."""
@@ -103,7 +103,7 @@ class Upkeep:
     def _tell_pressure(self) -> None:
         limit = self.pool.budgets.idle_limit
         if limit.level is Pressure.NORMAL:
-            logger.info("the machine has memory again: conversations may grow by and by")
+            logger.info("the machine has memory again: the limit on idle state rises step by step")
         else:
             kept = size_text(limit.max_bytes or 0)
             logger.warning(

@@ -130,7 +130,7 @@ class ServiceManager:
     def _call_one(self, command: Command) -> Ended:
         program = command[0].removeprefix("-")
         words = [program, *command[1:]]
-        with told_as(StartError, f"use `mlx-serve serve`: {program} cannot be run", subprocess.TimeoutExpired):
+        with told_as(StartError, f"use `mlx-serve serve`, since {program} cannot be run", subprocess.TimeoutExpired):
             done = self.run(words)
         if done.returncode and program == command[0]:
             said = " ".join((done.stderr or done.stdout).split()) or f"status {done.returncode}"

@@ -250,12 +250,16 @@ class Chat:
         text = read_text(path)
         with told_as(ChatError, f"{path} cannot be loaded", ChatError, ModelError):
             model = self.dialogue.load(text)
-        other = f" It was with {model}: /model {model}" if model != self.models.name else ""
+        other = (
+            f" The conversation was with {model}; to go on with that: /model {model}"
+            if model != self.models.name
+            else ""
+        )
         return f"{len(self.dialogue.turns)} messages.{other}"
 
     def _describe_last_answer(self, _: str) -> str:
         timings = self.dialogue.timings
-        return "No answer was measured yet." if timings is None else conversation.describe_timings(timings)
+        return "There is no answer yet." if timings is None else conversation.describe_timings(timings)
 
 
 def _path(name: str, command: str) -> Path:

@@ -89,7 +89,9 @@ def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) 
     model = used_last() if settings["models"].origin == "default" else None
     if model is not None:
         settings = {**settings, "models": replace(settings["models"], value=(model,))}
-        typer.echo(f"No MODEL is named: taking {model}, which was used last; 'demo' is the built-in one.", err=True)
+        typer.echo(
+            f"No MODEL is named, so it is {model}, which was used last; 'demo' is the built-in model.", err=True
+        )
     return config.checked(_with_key(settings))
 
 

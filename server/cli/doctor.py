@@ -55,7 +55,7 @@ def doctor(
     if other := find_other_program(sys.argv[0]):
         typer.echo(f"Another mlx-serve stands first on PATH: {other}; this is {sys.argv[0]}.", err=True)
     if file is None and model is not None:
-        raise ConfigError("--model is of use with --file only: a server knows its own")
+        raise ConfigError("--model goes with --file only: a server knows its own model")
     if file is not None and url is not None:
         raise ConfigError("give the address of a server or --file, not both")
     checkups, refused, notes = (
@@ -93,13 +93,13 @@ def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | 
         memory = server.get("/v1/stats", query)["memory"]
         notes = list(_memory_notes(memory["pressure"], memory["idle_limit_bytes"], memory.get("all_models_bytes")))
     except (KeyError, TypeError, ValueError) as error:
-        raise StartError(f"the sessions of {server.url} are told in a way that this version cannot read") from error
+        raise StartError(f"this version cannot read the sessions of {server.url}") from error
     return checkups, refused, notes
 
 
 def _memory_notes(pressure: str, kept_bytes: int | None, all_models_bytes: int | None) -> Iterator[RenderableType]:
     if kept_bytes is not None:
-        kept = f"Idle state is cut to {size_text(kept_bytes)} until it has enough."
+        kept = f"Idle state is cut to {size_text(kept_bytes)} until the machine has enough memory."
         yield from ("", printable(f"Memory of the machine: {pressure}. {kept}"))
     if all_models_bytes is not None:
         needed = f"--cache-memory {-(-all_models_bytes // 10**6)}MB"
@@ -198,7 +198,7 @@ def _finding(finding: Finding) -> RenderableType:
 
 def _repeated(repeated: RepeatedCall) -> RenderableType:
     title = Text.assemble(
-        ("repeated call", "bold yellow"), f", {grouped(repeated.times)} times without a new one between"
+        ("repeated call", "bold yellow"), f", {grouped(repeated.times)} times with no other call between"
     )
     call = Text(_one_line(repeated.call), no_wrap=True, overflow="ellipsis")
     return _titled(title, [("call", call), ("mend", REPEATED_CURE)], style="dim")
@@ -237,7 +237,7 @@ def _excerpt(text: str, start: int) -> Text:
 
 def _cost(finding: Finding) -> str:
     if not finding.tokens:
-        return "none yet, as the change before it costs all that follows; mend both"
+        return "none yet: an earlier change in the same prompt costs all that follows it; mend both"
     per_turn = grouped(round(finding.tokens / finding.turns))
     time = "" if finding.seconds is None else f" and {seconds_text(finding.seconds / finding.turns)}"
     return f"{_plural(finding.tokens, 'token')} evaluated again: {per_turn}{time} per turn"

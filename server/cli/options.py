@@ -46,7 +46,7 @@ USUAL_MODEL: dict[str, Any] = {
     "autocompletion": model_names,
 }
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-Force = Annotated[bool, typer.Option("--force", help="Without asking, and in place of what has the name.")]
+Force = Annotated[bool, typer.Option("--force", help="Do not ask, and replace what has the name.")]
 _KEY_HELP = "The key of a server that asks for one."
 Key = Annotated[str | None, typer.Option("--api-key", metavar="TEXT", envvar=KEY_VARIABLE, help=_KEY_HELP)]
 _URL_HELP = "Address of a running server. Default: yours, or http://127.0.0.1:8080."

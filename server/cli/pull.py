@@ -66,9 +66,7 @@ def pull_for_person(
         return
     console.print(f"{name} is here: {folder}", soft_wrap=True)
     if mtp is None and (repository := find_mtp(name, folder)) is not None:
-        console.print(
-            f"Get its MTP module too, and it drafts: mlx-serve pull {name} --mtp {repository}", soft_wrap=True
-        )
+        console.print(f"To draft with its MTP module: mlx-serve pull {name} --mtp {repository}", soft_wrap=True)
     console.print(f"Try it: mlx-serve run {name}", soft_wrap=True)
 
 

@@ -438,9 +438,7 @@ class _Server(uvicorn.Server):
     def fail(self) -> None:
         """Ends the server with an error, so that launchd or systemd starts it again."""
         if self.draining is None:
-            logger.critical(
-                "the engine of a model has ended by itself, so the server ends: it is to be started again"
-            )
+            logger.critical("the engine of a model has ended by itself, so the server ends, to be started again")
             self.status = 1
             signal.raise_signal(signal.SIGTERM)
 
@@ -510,12 +508,12 @@ def _reload_keys(app: Starlette, config: ServerConfig) -> None:
         logger.error("the keys stay as they were: %s", error)
         return
     app.state.api.keys = keys
-    logger.info("keys were read again: %d", len(keys.keys))
+    logger.info("the file of keys was read again; it has %d", len(keys.keys))
 
 
 def _show_banner(console: Console, service: Service, config: ServerConfig, around: Surroundings) -> None:
     for label, text in facts(service, config, around):
         console.print(f"[bold]{label:<9}[/bold] {escape(text)}")
     example = example_call(around.urls[0], service.asked_for.id, config.needs_key)
-    page = f"Open {around.urls[0]}/ in a browser to see it think. " if config.console else ""
+    page = f"Open {around.urls[0]}/ in a browser to watch it. " if config.console else ""
     console.print(f"\nTry it:\n{example}\n\n{page}Ctrl-C stops the server.\n", markup=False)

@@ -119,7 +119,7 @@ def _requests(requests: Sequence[Mapping[str, Any]], screen: TopPage, room: int)
         yield Text(_request(request, screen.speeds.get(request["id"])))
     left = len(order) - first - len(shown)
     if first or left:
-        yield Text(f"{first} before, {left} behind: up and down move", "dim")
+        yield Text(f"{first} above, {left} below: up and down move", "dim")
 
 
 def _request(request: Mapping[str, Any], speed: float | None) -> str:

@@ -106,7 +106,7 @@ class Hangs:
             elif was_stuck and not age.is_stuck:
                 logger.warning("%s works again: the step returned after %.0f s", name, seconds)
             if self._exits and age.seconds > age.limit_seconds + FAREWELL_SECONDS:
-                logger.critical("the process ends with status %d: it is to be started again", STUCK)
+                logger.critical("the process ends with status %d, to be started again", STUCK)
                 os._exit(STUCK)
 
     @property

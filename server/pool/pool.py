@@ -312,7 +312,7 @@ class ModelPool:
         if self.is_closed:
             raise EngineStopped("the server is stopping")
         if self._opener is None and source.id not in self.loaded:
-            raise ModelUnknown(source.id, "it is not loaded, and this server loads no other")
+            raise ModelUnknown(source.id, "it is not loaded, and this server loads no other model")
         loading = self._loadings[source.id] = Loading(source)
         loading.task = self._in_background(self._run(loading))
         return loading

@@ -574,9 +574,9 @@ def test_the_models_own_weights_are_no_module_and_stay(drafter: FakeHub, person:
 
 def test_a_module_for_another_family_or_beside_no_download_is_refused(drafter: FakeHub, person: Person) -> None:
     drafter.repositories["org/llama"] = files_of(tiny_models.write("llama", person.home / "llama"))
-    words = "nothing is known of MTP modules of its family"
+    words = "no MTP module of its family is known"
     says_one_sentence(person.is_told("pull", "org/llama", "--mtp", MODULE), words)
-    says_one_sentence(person.is_told("pull", "demo", "--mtp", MODULE), "name a downloaded model")
+    says_one_sentence(person.is_told("pull", "demo", "--mtp", MODULE), "name a pulled model")
 
 
 def test_ctrl_c_keeps_what_was_fetched_of_a_module(drafter: FakeHub, person: Person) -> None:

@@ -78,7 +78,7 @@ def test_a_folder_that_others_can_enter_is_not_used(mode: int, tmp_path: Path) -
     folder = tmp_path / "run"
     folder.mkdir()
     folder.chmod(mode)
-    with pytest.raises(PermissionError, match="not this user's alone"):
+    with pytest.raises(PermissionError, match="other users can use"):
         memory_budget.take(folder, HERE)
     assert memory_budget.running(folder) == []
 

@@ -49,7 +49,7 @@ async def file(request: Request) -> Response:
     """Answers with the page, or the file of the path; raises ApiError (403, 404)."""
     name = request.path_params.get("name", "index.html")
     if not context_of(request).config.needs_key and not is_from_this_machine(request):
-        message = "without keys the console is for the server's own machine; --api-key makes it one for others"
+        message = "without a key the console is for the server's own machine; with --api-key others can use it too"
         raise ApiError(Code.OPERATOR_ONLY, message)
     try:
         response = await _FILES.get_response(name, request.scope)

@@ -78,14 +78,14 @@ def _known(value: Any, info: ValidationInfo) -> Any:
     if kind in _READ and (kind != "server_tool_use" or value.get("name") in SEARCH_TOOLS):
         role = info.data.get("role", "")
         if kind not in _BLOCKS_OF.get(role, _READ):
-            raise ValueError(f"it is a {kind}, which no message of the role {role} holds")
+            raise ValueError(f"a message of the role {role} holds no {kind}")
         return value
     if kind == "server_tool_use" or kind.endswith("_tool_result"):
-        raise ValueError(f"{kind[:100]} is of a tool that runs on Anthropic's servers, and here there is none")
+        raise ValueError(f"{kind[:100]} is of a tool that runs on Anthropic's servers; no tools run on this server")
     shown = media_in_words(value)
     text = part_text(value) or _text_of(value) if shown is None else shown
     if text is None:
-        raise ValueError(f"{kind[:100]} is no block that is known here")
+        raise ValueError(f"{kind[:100]} is not a known type of block")
     return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
 
 
@@ -401,7 +401,7 @@ def _check_begun(body: PromptBody, model: ServedModel) -> None:
     faults = {
         "it holds tool_use, whose tool_result is to follow in a message of the user's": "tool_use" in kinds,
         "it holds no text": not text,
-        "its text ends with white space, behind which models go on badly": text[-1:].isspace(),
+        "its text ends with white space, after which models go on badly": text[-1:].isspace(),
         "tool_choice has the answer begin with a call": body.tool_choice is not None and body.tool_choice.is_forced,
     }
     for why, is_so in faults.items():

@@ -72,7 +72,7 @@ async def get_response(request: Request) -> Response:
         await _stored(request)
     number = number_asked(request, "starting_after", 999_999_999)
     if run is None:
-        why = f"events are kept of responses in the background, and {KEPT_SECONDS} s beyond their end; leave it out"
+        why = f"only responses in the background keep events, until {KEPT_SECONDS} s after their end; leave it out"
         raise wrong("stream", why, Code.UNSUPPORTED_PARAMETER)
     events = run.follow(0 if number is None else number + 1)
     return AnswerStream(request, events, lambda: dialect.heartbeat(run.progress()))
@@ -95,7 +95,7 @@ async def cancel_response(request: Request) -> Response:
         return await _now(request, run)
     response = await _stored(request)
     if not json.loads(response)["background"]:
-        message = "only a response in the background is cancelled; another one is by closing its connection"
+        message = "only a response in the background can be cancelled; to cancel another one, close its connection"
         raise ApiError(Code.INVALID_VALUE, message, "response_id")
     return _json(response)
 

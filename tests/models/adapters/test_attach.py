@@ -165,7 +165,7 @@ def test_what_is_no_adapter_of_the_model_is_refused_in_words(tmp_path: Path) -> 
         (broken(lora("full"), fine_tune_type="full"), "a model of its own"),
         (broken(lora("odd"), lora_parameters={}), "lacks .* rank"),
         (broken(lora("older"), lora_parameters=None), "lacks .* lora_parameters"),
-        (tiny_adapters.write_mlx("qwen3_5", tmp_path / "other", seed=1), "not one of this model"),
+        (tiny_adapters.write_mlx("qwen3_5", tmp_path / "other", seed=1), "does not fit this model"),
         (peft("ia3", peft_type="IA3"), "'IA3' is not supported"),
         (peft("dora", use_dora=True), "use_dora"),
         (peft("saved", modules_to_save=["lm_head"]), "modules_to_save"),

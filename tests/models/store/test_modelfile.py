@@ -66,7 +66,7 @@ def test_an_example_is_read_as_ollama_reads_it() -> None:
         ("FROM a\nPARAMETER temperature", "line 2: PARAMETER takes a name and a value"),
         ("FROM a\nMESSAGE robot hi", "line 2: MESSAGE takes a role"),
         ('FROM a\nSYSTEM """never\nends', "line 2: the text that begins"),
-        ('FROM a\nSYSTEM """a""" b', "line 2: nothing may stand behind"),
+        ('FROM a\nSYSTEM """a""" b', "line 2: nothing may follow"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_line(text: str, said: str) -> None:

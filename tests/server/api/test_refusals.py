@@ -34,7 +34,7 @@ def refused(client: TestClient, key: str = "k", query: str = "") -> list[dict[st
     ("content", "fields", "code", "words"),
     [
         ([IMAGE], {}, "invalid_value", "takes no images"),
-        ("a" * 300, {}, "context_length_exceeded", "holds at most"),
+        ("a" * 300, {}, "context_length_exceeded", "leaves room for at most"),
         ("Hi", {"temperature": -1}, "invalid_value", "temperature"),
         ("Hi", {"messages": 3}, "invalid_type", "messages"),
         ("Hi", {"best_of": 3}, "unsupported_parameter", "best_of"),

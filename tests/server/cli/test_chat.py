@@ -130,7 +130,7 @@ def test_stats_are_of_the_last_answer_and_gone_after_new() -> None:
     talk = Talk("/stats", "Hi", "/stats", "/new", "/stats")
     talk.engine.script = Script(hit_tokens=2)
     output = talk.run()
-    assert output.count("No answer was measured yet.") == 2
+    assert output.count("There is no answer yet.") == 2
     assert "prompt: 8 tokens, 2 cached (25%), 6 evaluated in 20 ms" in output
 
 

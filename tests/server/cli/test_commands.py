@@ -202,7 +202,9 @@ def test_a_parameter_that_no_model_takes_is_told_with_the_file(models: LocalMode
 def test_a_conversation_with_another_model_names_it(models: LocalModels, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     file.write_text(json.dumps({**GOOD, "model": "a/b"}))
-    assert "0 messages. It was with a/b: /model a/b\n" in talk(models, f"/load {file}")
+    assert "0 messages. The conversation was with a/b; to go on with that: /model a/b\n" in talk(
+        models, f"/load {file}"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ other models

@@ -163,7 +163,7 @@ def test_without_a_model_the_one_used_last_is_taken_and_named(
     monkeypatch.setattr("server.cli.config.used_last", lambda: "org/mine")
     environment = {"XDG_CONFIG_HOME": str(file.parents[1])}
     assert load_model_config({"models": None}, environment).models == ("org/mine",)
-    assert capsys.readouterr().err.startswith("No MODEL is named: taking org/mine")
+    assert capsys.readouterr().err.startswith("No MODEL is named, so it is org/mine")
     file.write_text('model = "demo"')
     for given in ({}, {"models": ["demo"]}):
         assert load_model_config(given, environment).models == ("demo",)

@@ -746,7 +746,7 @@ def test_keys_of_a_file_are_read_again_on_sighup(
         assert status_with(server.port, "geheim-first") == 200
         write_key("second")
         server.signal(signal.SIGHUP)
-        server.wait_for("keys were read again: 1")
+        server.wait_for("the file of keys was read again; it has 1")
         assert [status_with(server.port, f"geheim-{name}") for name in ("first", "second")] == [401, 200]
         file.write_text("nonsense")
         server.signal(signal.SIGHUP)

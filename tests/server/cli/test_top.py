@@ -95,7 +95,7 @@ def test_requests_are_scrolled_through_and_those_that_wait_come_last() -> None:
     many = stats(*[request(n) for n in range(30)], request(99, slot=None, phase="waiting"))
     first, later = shown(many), shown(many, first=10)
     assert any("session 0 " in line for line in first) and not any("session 0 " in line for line in later)
-    assert any("session 10 " in line for line in later) and any("before" in line for line in later)
+    assert any("session 10 " in line for line in later) and any("above" in line for line in later)
     assert any("session 99" in line for line in shown(many, first=30, height=40))
 
 

@@ -196,7 +196,7 @@ def test_a_repeated_call_is_named_for_a_server_and_for_a_recording(
         assert (status, errors) == (0, "")
         assert shown[:3] == [
             "circle: 1 turn",
-            "  repeated call, 4 times without a new one between",
+            "  repeated call, 4 times with no other call between",
             '    call  ["look", {"at": "b"}]',
         ]
         assert "--loop-guard" in " ".join(shown) and "2 sessions, 1 with something to mend" in " ".join(shown)
@@ -254,9 +254,9 @@ def test_where_the_key_is_missing_or_wrong(
     ("status_code", "body", "words"),
     [
         (200, b"<html>hello</html>", "is not mlx-serve"),
-        (200, b"[]", "in a way that this version cannot read"),
-        (200, b'{"data": 5}', "in a way that this version cannot read"),
-        (200, b'{"data": [{"id": "s"}]}', "in a way that this version cannot read"),
+        (200, b"[]", "this version cannot read the sessions"),
+        (200, b'{"data": 5}', "this version cannot read the sessions"),
+        (200, b'{"data": [{"id": "s"}]}', "this version cannot read the sessions"),
         (200, b"\xff", "is not mlx-serve"),
         (404, b"nothing", "is not mlx-serve"),
         (500, b"oops", "is not mlx-serve: status 500"),
@@ -344,7 +344,7 @@ def test_a_machine_that_is_short_of_memory_is_told(capsys: pytest.CaptureFixture
         status, lines, _ = doctor(capsys, url)
     assert status == 0
     assert " ".join(lines).endswith(
-        "Memory of the machine: critical. Idle state is cut to 0 bytes until it has enough."
+        "Memory of the machine: critical. Idle state is cut to 0 bytes until the machine has enough memory."
     )
 
 

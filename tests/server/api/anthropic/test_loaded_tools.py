@@ -190,7 +190,7 @@ def test_no_tool_is_called_where_none_may_be_though_it_was_added() -> None:
     ("content", "message"),
     [
         ([{"type": "tool_reference", "name": "x"}], "tool_name"),
-        ([{"type": "puzzle", "pieces": 7}], "puzzle is no block that is known here"),
+        ([{"type": "puzzle", "pieces": 7}], "puzzle is not a known type of block"),
     ],
 )
 def test_what_a_result_cannot_hold_is_refused_by_name(content: Any, message: str) -> None:
