@@ -40,6 +40,7 @@ from models.output.call_formats import HARMONY, CallFormat, find_call_format
 from models.output.detokenizer import Detokenizer, markers
 from models.output.pieces import HARMONY_REASONING, ReasoningFormat, find_reasoning_format
 from models.precision import Precision, choose_precision, convert, parameters_of
+from models.vision.loading import Vision, load_vision
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,7 @@ class LoadedModel:
     precision: Precision = Precision.STORED
     adapters: AdapterSet | None = None
     mtp: MtpModule | None = None
+    vision: Vision | None = None
     draft: DraftModel | None = None
     no_draft: str = ""
     """Why the draft model asked for does not draft."""
@@ -180,7 +182,8 @@ class LoadedModel:
     @property
     def modules(self) -> list[Module]:
         """All with weights."""
-        parts = [self.model, self.mtp, None if self.draft is None else self.draft.model]
+        tower = None if self.vision is None else self.vision.tower
+        parts = [self.model, self.mtp, tower, None if self.draft is None else self.draft.model]
         return [module for module in parts if module is not None]
 
 
@@ -239,6 +242,16 @@ def with_draft(
     model, _, _, fingerprint = _read_model(path, name, max_float32_bytes, tell)
     draft = DraftModel(name, model, _vocab_size(model, name))
     return replace(loaded, draft=draft, state_fingerprint=f"{loaded.state_fingerprint} draft {fingerprint}")
+
+
+def with_vision(loaded: LoadedModel, max_image_tokens: int) -> LoadedModel:
+    """`loaded` with its tower, if the folder has one; its layers are wrapped, so this comes last."""
+    what = loaded.path, loaded.name, loaded.model, loaded.config, loaded.tokenizer
+    vision = load_vision(*what, max_image_tokens)
+    if vision is not None:
+        convert(vision.tower, loaded.precision)
+        mx.eval(vision.tower)
+    return replace(loaded, vision=vision)
 
 
 def _draft_fault(loaded: LoadedModel, path: Path, name: str) -> str | None:

@@ -52,7 +52,8 @@ from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import ArraysCache, make_prompt_cache
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
-from models.vision.features import Encoding, Vision
+from models.vision.features import Encoder, Encoding
+from models.vision.layers import VisionInputs
 from models.vision.pictures import Picture, SeenChunk
 
 logger = logging.getLogger(__name__)
@@ -153,14 +154,16 @@ class Runner:
         vocab_size: int,
         adapters: AdapterSet | None = None,
         drafter: Drafter | None = None,
-        vision: Vision | None = None,
+        encoder: Encoder | None = None,
+        vision_inputs: VisionInputs | None = None,
         shares_heads: bool = True,
         drafts: bool = True,
         max_probe_seconds: float = MAX_SECONDS,
     ) -> None:
         """`vocab_size` is the logits' width; `adapters` are attached. Probes the model with short calls."""
         self._model = model
-        self._vision = vision
+        self.encoder, self._vision_inputs = encoder, vision_inputs
+        """Both None for a model that sees nothing."""
         self._drafter = drafter
         self._whole = drafter or model
         self._behind = WeakKeyDictionary[LayerCache, tuple[int, mx.array]]()
@@ -226,8 +229,8 @@ class Runner:
 
     def encode(self, picture: Picture, namespace: str) -> Encoding:
         """Begins to make a picture's features, or finds those that the namespace has."""
-        assert self._vision is not None, "a model that sees nothing was given a picture"
-        return self._vision.encoder.begin(picture, namespace)
+        assert self.encoder is not None, "a model that sees nothing was given a picture"
+        return self.encoder.begin(picture, namespace)
 
     def prefill(
         self,
@@ -240,7 +243,8 @@ class Runner:
 
         A prompt with pictures says what of them is `seen`.
         """
-        sees = nullcontext() if seen is None or self._vision is None else self._vision.inputs.chunk(seen, len(tokens))
+        inputs = self._vision_inputs
+        sees = nullcontext() if seen is None or inputs is None else inputs.chunk(seen, len(tokens))
         with selecting(self._adapters, adapter), sees:
             self._evaluate_prompt(caches, mx.array(tokens))
         self._finish_prefill(caches, len(tokens))
@@ -466,8 +470,8 @@ class Runner:
 
     def close(self) -> None:
         """Ends this thread's streams: ending with live ones can abort the process at exit."""
-        if self._vision is not None:
-            self._vision.encoder.close()
+        if self.encoder is not None:
+            self.encoder.close()
         mx.synchronize()
         mx.clear_streams()
 
@@ -528,7 +532,7 @@ class Runner:
         counts = [1] * len(rows) if is_own or seen is not None else lengths
         adapters = [row.adapter for row, count in zip(rows, counts, strict=True) for _ in range(count)]
         shifts = [row.shift for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-        shifted = nullcontext() if self._vision is None else self._vision.inputs.shifted(shifts)
+        shifted = nullcontext() if self._vision_inputs is None else self._vision_inputs.shifted(shifts)
         with selecting(self._adapters, *adapters), shifted, ragged_attention():
             if self._drafter is None:
                 logits: mx.array = self._model(inputs, cache=caches).flatten(0, 1)

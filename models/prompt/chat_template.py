@@ -24,6 +24,7 @@ from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_
 from models.prompt.tokenize import SLICE_CHARACTERS, PromptParts, Tail, encode, stop_if_abandoned
 from models.prompt.tool_definitions import Tool, ToolDefinitions
 from models.texts import shared_length, well_formed
+from models.vision.pictures import NO_PICTURES, Picture, Pictures, PlacedPicture
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {
@@ -47,6 +48,7 @@ _NEAR_CHARACTERS = 1 << 16
 _READS_THINKING = re.compile(r"(?<![\w.'\"])thinking(?![\w'\"])")
 _PART_SEPARATOR = "\n"
 _ASKS: Message = {"role": "user", "content": "a"}
+_ANY_PICTURE = [{"type": "image"}]
 _MARKS = ("qendx", "q7endx", "qend0fx")
 """Texts that no template changes and that do not overlap themselves."""
 
@@ -68,15 +70,22 @@ class RenderedPrompt:
     """The end of `text`: the assistant's continued message."""
     quotable: tuple[str, ...] = ()
     """Texts that the answer may quote and the prompt does not hold as they are quoted."""
+    pictures: Pictures = NO_PICTURES
 
 
 class ChatRenderer:
     """Renders one model's conversations. Remembers text parts and replies."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
-        """Borrows the tokenizer; a text has at most `max_tokens`."""
+    def __init__(
+        self, tokenizer: Any, max_tokens: int | None = None, placeholder: tuple[str, int] | None = None
+    ) -> None:
+        """Borrows the tokenizer; a text has at most `max_tokens`.
+
+        `placeholder`: the text and token that the template shows for a picture, of a model that sees.
+        """
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._placeholder = placeholder
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             # A tokenizer file may ask for truncation and padding; a prompt gets neither.
@@ -108,10 +117,16 @@ class ChatRenderer:
         ChatTemplateError, PromptTooLong and Abandoned.
         """
         apply = self._applied(tools, template_kwargs or {})
-        conversation = _Conversation(apply, messages, has_tools=bool(tools), continues=continues)
+        spelled = "" if self._placeholder is None else self._placeholder[0]
+        conversation = _Conversation(apply, messages, spelled, has_tools=bool(tools), continues=continues)
         text = conversation.prompt()
         ids, tail, before = self._tokenized(text, namespace)
-        is_added, points = np.isin(ids, self._added_ids), set[RestorePoint]()
+        pictures = NO_PICTURES
+        if conversation.pictures:
+            ids, before, pictures = self._placed(ids, before, conversation.pictures)
+        is_added = np.isin(ids, self._added_ids)
+        # Models with recurrent state restore a picture of another conversation only where a point follows it.
+        points = {RestorePoint(one.stop, RestorePointKind.BRANCH) for one in pictures.placed}
         for boundary, kind in conversation.boundaries(text):
             points.add(RestorePoint(_edge(boundary, kind, before, is_added), kind))
             if kind is RestorePointKind.SYSTEM_END:
@@ -119,7 +134,35 @@ class ChatRenderer:
                 # last token. So there is a second point before it.
                 points.add(RestorePoint(before(boundary), RestorePointKind.BRANCH))
         kept = tuple(sorted(point for point in points if point.offset > 0))
-        return RenderedPrompt(ids, kept, text, conversation.outline(text, before), tail, conversation.begun(text))
+        outline, begun = conversation.outline(text, before), conversation.begun(text)
+        return RenderedPrompt(ids, kept, text, outline, tail, begun, pictures=pictures)
+
+    def _placed(
+        self, ids: NDArray[np.int32], before: Callable[[int], int], shown: Sequence[Picture]
+    ) -> tuple[NDArray[np.int32], Callable[[int], int], Pictures]:
+        """Tokens in which pictures have their places in place of placeholders, and how many end by a character.
+
+        Raises ChatTemplateError and PromptTooLong.
+        """
+        assert self._placeholder is not None, "a model that sees nothing was shown a picture"
+        name, placeholder = self._placeholder
+        places, counts = np.flatnonzero(ids == placeholder), [picture.num_tokens for picture in shown]
+        if len(places) != len(shown):
+            raise ChatTemplateError(f"it shows {name} {len(places)} times for {len(shown)} images")
+        if self._max_tokens is not None and (total := len(ids) + sum(counts) - len(counts)) > self._max_tokens:
+            raise PromptTooLong(total, self._max_tokens)
+        added = np.concatenate([[0], np.cumsum(np.array(counts) - 1)]).astype(np.int64)
+        placed = [
+            PlacedPicture(int(start), picture) for start, picture in zip(places + added[:-1], shown, strict=True)
+        ]
+        words = np.split(ids, places)
+        parts = [part for one, text in zip(placed, words[1:], strict=True) for part in (one.ids, text[1:])]
+
+        def moved(boundary: int) -> int:
+            offset = before(boundary)
+            return offset + int(added[np.searchsorted(places, offset)])
+
+        return np.concatenate([words[0], *parts]), moved, Pictures(tuple(placed), placeholder)
 
     def _applied(self, tools: Tools, arguments: Mapping[str, Any]) -> "_ApplyTemplate":
         """The template with all but the messages; the messages are adapted. Raises ChatTemplateError."""
@@ -128,9 +171,37 @@ class ChatRenderer:
             raise ChatTemplateError("this model has no chat template; only plain completions can be asked of it")
         named = _by_its_names(arguments, str(tokenizer.chat_template or ""))
         shown = adaptation.tools([_without_cache_control(tool) for tool in tools or ()])
-        return lambda messages, generation_prompt: _apply(
-            tokenizer, adaptation.messages(messages), shown, generation_prompt=generation_prompt, **named
-        )
+        if self._placeholder is None:
+            return lambda messages, generation_prompt: _apply(
+                tokenizer, adaptation.messages(messages), shown, generation_prompt=generation_prompt, **named
+            )
+        broken = partial(_without_text, text=self._placeholder[0])
+        definitions = [broken(tool) for tool in shown] if shown else shown
+
+        def applied(messages: Sequence[Message], generation_prompt: bool) -> str:
+            in_parts = [_in_parts(message) for message in broken(list(messages))]
+            if not self._shows_results:
+                in_parts = _with_results_beside(in_parts)
+            return _apply(tokenizer, in_parts, definitions, generation_prompt=generation_prompt, **named)
+
+        return lambda messages, generation_prompt: applied(adaptation.messages(messages), generation_prompt)
+
+    @cached_property
+    def shows_pictures(self) -> bool:
+        """Whether the template shows a picture of the user's."""
+        return self._shows([{"role": "user", "content": _ANY_PICTURE}])
+
+    @cached_property
+    def _shows_results(self) -> bool:
+        """Whether the template shows a picture in a tool's result."""
+        call = {"id": "call00001", "type": "function", "function": {"name": "a", "arguments": {}}}
+        asks = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "name": "a", "tool_call_id": "call00001", "content": _ANY_PICTURE}
+        return self._shows([_ASKS, asks, result])
+
+    def _shows(self, messages: Sequence[Message]) -> bool:
+        text = _apply_to_sample(self._tokenizer, messages, None)
+        return self._placeholder is not None and text.count(self._placeholder[0]) == 1
 
     def _prompt_with_tools(self, tools: Sequence[Tool]) -> str:
         with suppress(ChatTemplateError):
@@ -223,9 +294,19 @@ _ApplyTemplate: TypeAlias = Callable[[Sequence[Message], bool], str]
 
 class _Conversation:
     def __init__(
-        self, apply: _ApplyTemplate, messages: Sequence[Message], *, has_tools: bool, continues: bool
+        self,
+        apply: _ApplyTemplate,
+        messages: Sequence[Message],
+        placeholder: str = "",
+        *,
+        has_tools: bool,
+        continues: bool,
     ) -> None:
-        self._apply = apply
+        """`placeholder`: what the template shows for a picture."""
+        self._apply, self._placeholder = apply, placeholder
+        contents = (message.get("content") for message in messages)
+        parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+        self.pictures = [part["picture"] for part in parts if "picture" in part]
         self._messages, self._explicit_ends = _flatten(messages)
         self._has_tools = has_tools
         self._continues = continues
@@ -276,12 +357,12 @@ class _Conversation:
         starts, position, num_missing = list[int](), 0, 0
         for message in self._messages:
             starts.append(tokens_before(position) if position else 0)
-            content = str(message["content"]).strip()
-            # If a template shows contents changed, the whole text must not be searched for each of thousands.
-            is_near = num_missing >= _MAX_FAR_SEARCHES
-            start = text.find(content, position, position + len(content) + _NEAR_CHARACTERS if is_near else None)
-            num_missing += start < 0
-            position = start + len(content) if start >= 0 else position
+            for content in _shown(str(message["content"]), self._placeholder):
+                # If a template shows contents changed, the whole text must not be searched for each of thousands.
+                is_near = num_missing >= _MAX_FAR_SEARCHES
+                start = text.find(content, position, position + len(content) + _NEAR_CHARACTERS if is_near else None)
+                num_missing += start < 0
+                position = start + len(content) if start >= 0 else position
         return Outline(tuple(starts), tuple(str(message["role"]) for message in self._messages))
 
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
@@ -359,11 +440,58 @@ def _parts_of(backend: Any, added: Mapping[int, Any], template: str) -> PromptPa
     return PromptParts(backend, added, at_borders=False)
 
 
+_MARK = re.compile("\ufffc([0-9a-f]{32})\ufffc")
+"""Stands for a picture, by its digest, in a flat text."""
+
+
+def _shown(content: str, placeholder: str) -> list[str]:
+    """What a template shows of a flat text, piece by piece."""
+    first, *others = (text.strip() for text in _MARK.split(content)[::2])
+    return [first, *(piece for text in others for piece in (placeholder, text))]
+
+
+def _in_parts(message: Message) -> Message:
+    """A message whose text has marks, as templates read pictures."""
+    content = message["content"]
+    if not isinstance(content, str) or not _MARK.search(content):
+        return message
+    first, *others = ({"type": "text", "text": text} for text in _MARK.split(content)[::2])
+    parts = [first, *(part for text in others for part in ({"type": "image"}, text))]
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
+
+
+def _with_results_beside(messages: Sequence[Message]) -> list[Message]:
+    """The pictures of tools' results follow these as the user's."""
+    shown, images = list[Message](), list[Mapping[str, Any]]()
+    for index, message in enumerate(messages):
+        if message["role"] == "tool" and not isinstance(message["content"], str):
+            images += [part for part in message["content"] if part["type"] == "image"]
+            texts = [part["text"] for part in message["content"] if part["type"] == "text"]
+            message = {**message, "content": _PART_SEPARATOR.join(texts)}
+        shown.append(message)
+        if images and (index + 1 == len(messages) or messages[index + 1]["role"] != "tool"):
+            shown.append({"role": "user", "content": images})
+            images = []
+    return shown
+
+
+def _without_text(value: Any, text: str) -> Any:
+    """A value in whose texts a space breaks up each `text`, which only the template may say."""
+    match value:
+        case str():
+            return value.replace(text, f"{text[:1]} {text[1:]}")
+        case Mapping():
+            return {name: _without_text(one, text) for name, one in value.items()}
+        case list() | tuple():
+            return [_without_text(one, text) for one in value]
+    return value
+
+
 def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int, int]]]:
     flat: list[Message] = []
     explicit_ends: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
-        text, part_ends = _flatten_content(message.get("content"))
+        text, part_ends = _flatten_content(message.get("content"), with_marks=True)
         if message.get("cache_control") is not None:
             part_ends.append(len(text))
         explicit_ends += [(index, length) for length in dict.fromkeys(part_ends)]
@@ -376,12 +504,16 @@ def plain_text(content: Any) -> str:
     return _flatten_content(content)[0]
 
 
-def _flatten_content(content: Any) -> tuple[str, list[int]]:
+def _flatten_content(content: Any, *, with_marks: bool = False) -> tuple[str, list[int]]:
+    """A content's text, and where parts with `cache_control` end; for a picture its mark or its label."""
     if content is None or isinstance(content, str):
         return content or "", []
     text, ends = "", []
     for number, part in enumerate(content):
-        text += (_PART_SEPARATOR if number else "") + part["text"]
+        is_beside = "picture" in part or (number and "picture" in content[number - 1])
+        text += _PART_SEPARATOR if number and not is_beside else ""
+        is_mark = with_marks and "picture" in part
+        text += f"\ufffc{part['picture'].digest.hex()}\ufffc" if is_mark else _MARK.sub(r"\1", part["text"])
         if part.get("cache_control") is not None:
             ends.append(len(text))
     return text, ends

@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 
 from models.prompt.tokenize import LatelyUsed
-from models.vision.layers import VisionInputs
 from models.vision.pictures import Picture
 
 
@@ -42,7 +41,7 @@ class Tower(Protocol):
     def steps(self, picture: Picture, pixels: Any) -> Generator[mx.array, None, Features]:
         """Yields what is to be evaluated next; returns the features. Worker thread only."""
 
-    def step_cost(self, picture: Picture) -> float:
+    def step_operations(self, picture: Picture) -> float:
         """The floating-point operations of one step."""
 
 
@@ -75,7 +74,7 @@ class Encoding:
             self._steps = steps
         except StopIteration as end:
             self._finish(end.value)
-        return max(1, math.ceil(tower.step_cost(self._picture) / self._encoder.token_cost))
+        return max(1, math.ceil(tower.step_operations(self._picture) / self._encoder.token_operations))
 
     def _finish(self, features: Features) -> None:
         self.features, self._pixels = features, None
@@ -86,9 +85,9 @@ class Encoding:
 class Encoder:
     """Makes and keeps features. Worker thread only."""
 
-    def __init__(self, tower: Tower, *, token_cost: float, max_bytes: int, thread: Executor | None = None) -> None:
-        """`token_cost`: the operations of a prompt token in the text model; `thread` decodes pixels."""
-        self.tower, self.token_cost = tower, token_cost
+    def __init__(self, tower: Tower, token_operations: float, max_bytes: int, thread: Executor | None = None) -> None:
+        """`token_operations`: of a prompt token in the text model; `thread` decodes pixels."""
+        self.tower, self.token_operations = tower, token_operations
         self.thread = thread or ThreadPoolExecutor(1, thread_name_prefix="mlx-serve-pixels")
         self.kept = LatelyUsed[Features](max_bytes)
         self.num_encoded = 0
@@ -106,11 +105,3 @@ class Encoder:
     def close(self) -> None:
         """Ends the thread."""
         self.thread.shutdown(wait=False, cancel_futures=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Vision:
-    """What a model sees with."""
-
-    encoder: Encoder
-    inputs: VisionInputs

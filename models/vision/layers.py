@@ -76,18 +76,16 @@ class SeeingEmbedding(Module):
 class SeeingRope(Module):
     """Rotary positions on three axes in a picture, else shifted ones."""
 
-    def __init__(self, inner: Module, inputs: VisionInputs, sections: Sequence[int], *, interleaved: bool) -> None:
-        """Frequencies belong to the axes by `sections`, one after another or `interleaved`."""
+    def __init__(self, inner: Module, inputs: VisionInputs, sections: Sequence[int]) -> None:
+        """`sections`: the number of frequencies of each axis, which take turns while they last (Qwen3-VL, 2025)."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.inner, self._inputs = inner, inputs
         self._num_turned: int = cast(Any, inner).dims
         half = self._num_turned // 2
         frequencies = cast(Any, inner).base ** (-np.arange(half, dtype=np.float64) / half)
-        axes = np.repeat(np.arange(3), sections)
-        if interleaved:
-            axes = np.zeros(half, np.int64)
-            for axis in (1, 2):
-                axes[axis : 3 * sections[axis] : 3] = axis
+        axes = np.zeros(half, np.int64)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
         self._frequencies, self._axes = mx.array(frequencies.astype(np.float32)), mx.array(axes)
 
     def __call__(self, x: mx.array, offset: mx.array | int = 0) -> mx.array:

@@ -68,6 +68,11 @@ class PlacedPicture:
         return self.start + self.picture.num_tokens
 
     @property
+    def ids(self) -> TokenArray:
+        """Of its places."""
+        return ids_of(self.picture.digest, self.picture.num_tokens)
+
+    @property
     def shift(self) -> int:
         """Positions behind a picture go on after its longer side, not after its tokens (Qwen2-VL, 2024, M-RoPE)."""
         return max(self.picture.grid) - self.picture.num_tokens

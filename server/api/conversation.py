@@ -20,6 +20,7 @@ from models.texts import read_object
 from server.api.bodies import media_of
 from server.api.errors import ApiError, Code, wrong
 from server.api.healing import Healing
+from server.api.images import UNREAD, GivenImage, image_part, refuse_media, with_pictures
 from server.diagnosis.causes import Heal
 from server.diagnosis.prompt import Prompt, prompt_of
 from server.engine.request import GenerationRequest, Priority
@@ -41,7 +42,7 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
     """A prompt up to its last restore point of these kinds, if any."""
     stop = max((point.offset for point in prompt.restore_points if point.kind in kinds), default=len(prompt.tokens))
     points = tuple(point for point in prompt.restore_points if point.offset <= stop)
-    return replace(prompt, tokens=prompt.tokens[:stop], restore_points=points)
+    return replace(prompt, tokens=prompt.tokens[:stop], restore_points=points, pictures=prompt.pictures.until(stop))
 
 
 def next_turn_requests(
@@ -73,6 +74,7 @@ def next_turn_request(
         request,
         request_id=f"{request.request_id}-next",
         tokens=prefix.tokens,
+        pictures=prefix.pictures,
         max_tokens=0,
         prediction=None,
         stop=(),
@@ -107,7 +109,7 @@ class Conversation:
     def prepared_for(self, model: ServedModel, healing: Healing | None = None) -> "Conversation":
         """Adds the name's defaults; with `healing`, it is shown as in earlier requests."""
         arguments = {**model.defaults.template_arguments, **self.template_arguments}
-        messages = model.defaults.conversation(self.messages)
+        messages = model.defaults.conversation(with_pictures(self.messages, model))
         whole = replace(self, messages=messages, template_arguments=arguments)
         if healing is not None:
             whole = healing.healed(whole, model)
@@ -185,15 +187,10 @@ class Conversation:
         return self.renderer.render(*shown, continues=continues)
 
 
-UNREAD = "[{}: this model reads none]"
-"""What stands in a prompt for a picture, a document, a sound or a film."""
-NO_MEDIA = "this model takes no images, sounds or files, only text"
-
-
 def media_in_words(part: Any) -> str | None:
     """What a prompt shows of a part that is no text: a document's text, else one constant line. None for other parts.
 
-    All dialects ask here: a model that sees would get the picture instead.
+    All dialects ask here.
     """
     kind = media_of(part)
     if kind is None:
@@ -229,21 +226,48 @@ def _role_of(message: Any) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
 
 
-def refuse_new_media(messages: Any, param: str = "messages") -> Any:
-    """Unchecked messages as they are; raises ApiError (400) for what no model reads in what the person says last.
+def media_part(part: Any) -> dict[str, Any] | None:
+    """A part that is no text as a text part, which may hold an image; None for other parts."""
+    if (shown := media_in_words(part)) is None:
+        return None
+    if media_of(part) == "image":
+        return image_part(part)
+    return {"type": "text", "text": shown, "cache_control": part.get("cache_control")}
 
-    Everything earlier is shown as `media_in_words`, so that no history is refused for ever. The error has the path
-    and the class by which Claude Code takes the part out and asks again.
+
+def mark_new_images(messages: Any, param: str = "messages") -> Any:
+    """Unchecked messages, where images in what the person says last know their places.
+
+    Raises ApiError (400) for what no model reads there. Everything earlier is shown as `media_in_words`.
     """
-    first = first_unanswered(messages) if isinstance(messages, list) else 0
-    for index, message in enumerate(messages[first:] if isinstance(messages, list) else (), first):
+    if not isinstance(messages, list):
+        return messages
+    found = list(messages)
+    for index in range(first_unanswered(messages), len(messages)):
+        content = messages[index].get("content")
+        if isinstance(content, list):
+            parts = [_new_part(part, (param, index, number)) for number, part in enumerate(content)]
+            found[index] = {**messages[index], "content": parts}
+    return found
+
+
+def _new_part(part: Any, place: tuple[str, int, int]) -> Any:
+    kind = media_of(part)
+    if kind is None or media_in_words(part) != UNREAD.format(kind):
+        return part
+    if kind != "image":
+        raise refuse_media(place, kind)
+    return image_part(part, place)
+
+
+def refuse_new_media(messages: Any, param: str = "messages") -> Any:
+    """As `mark_new_images`, where images are not read either."""
+    for message in mark_new_images(messages, param) if isinstance(messages, list) else ():
         content = message.get("content")
-        for place, part in enumerate(content if isinstance(content, list) else ()):
-            kind = media_of(part)
-            if kind is not None and media_in_words(part) == UNREAD.format(kind):
-                where = f"{param}.{index}.content.{place}.{kind}"
-                why = f"{NO_MEDIA}; send the message without it (capability_rejected: {kind}_block)"
-                raise ApiError(Code.INVALID_VALUE, f"{where}: {why}", f"{param}[{index}].content[{place}].type")
+        for part in content if isinstance(content, list) else ():
+            given = part.get("image") if isinstance(part, Mapping) else None
+            if isinstance(given, GivenImage) and given.place is not None:
+                raise refuse_media(given.place, "image")
     return messages
 
 

@@ -159,6 +159,7 @@ _ENGINE_COUNTERS: Sequence[tuple[str, str, str, _Read]] = (
     ("disk_written_bytes", "Bytes of state written to disk.", "", lambda s: s.cache.moved.disk_written_bytes),
     ("disk_read_bytes", "Bytes of state read from disk.", "", lambda s: s.cache.moved.disk_read_bytes),
     ("engine_stuck", "Times that a step of the engine was taken for a hang.", "", lambda s: s.num_stuck),
+    ("encoded_images", "Images for which a vision tower was evaluated.", "", lambda s: s.num_encoded),
     ("disk_files_gone", "Files evicted, cleared, replaced or damaged.", "", lambda s: s.cache.num_disk_files_gone),
     ("spec_decode_num_draft_tokens", "Tokens drafted for answers, by source.", "source", _drafts("drafted")),
     ("spec_decode_num_accepted_tokens", "Drafted tokens that answers hold.", "source", _drafts("accepted")),

@@ -95,6 +95,7 @@ def question_of(
     request = GenerationRequest(
         request_id=incoming.request_id,
         tokens=prompt.tokens,
+        pictures=prompt.pictures,
         max_tokens=_fitting_max_tokens(len(prompt.tokens), params, model, incoming),
         **options,
         session_id=resolve_line(incoming.fields, incoming.http.headers),

@@ -24,7 +24,17 @@ from models.inference.drafters import drafter_of
 from models.inference.grammar import GrammarCompiler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
-from models.loader import LoadedModel, check, load, makes_vectors, open_tokenizer, read_config, release, with_draft
+from models.loader import (
+    LoadedModel,
+    check,
+    load,
+    makes_vectors,
+    open_tokenizer,
+    read_config,
+    release,
+    with_draft,
+    with_vision,
+)
 from models.mlx_lm_import import get_total_parameters, make_prompt_cache, set_wired_limit
 from models.names import find_stored, model_id, resolve, suggest_smaller
 from models.output.pieces import ReasoningFormat
@@ -51,6 +61,10 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 LARGEST_REST_BYTES = 64 << 20
 """Memory beside the weights that cannot hold state."""
+
+
+MAX_FEATURE_BYTES = 256 << 20
+"""Of budget for the features of pictures: some 100 MB for 10 000 tokens of a 4B model."""
 
 
 class Wiring:
@@ -219,10 +233,15 @@ def _load(
         if draft is not None:
             left_bytes = None if float32_bytes is None else max(float32_bytes - _weights_bytes(loaded), 0)
             loaded = with_draft(loaded, draft.path, draft.name, max_float32_bytes=left_bytes, tell=tell)
-        return _with_adapters(loaded, config, tell)
+        return with_vision(_with_adapters(loaded, config, tell), _max_image_tokens())
     except BaseException:
         _release(loaded)
         raise
+
+
+def _max_image_tokens() -> int:
+    """Larger images are scaled down: a CPU takes a second for every few tokens of a tower of usual size."""
+    return 4096 if _is_on_gpu() else 256
 
 
 def _draft_source(source: ModelSource, config: ServerConfig) -> ModelSource | None:
@@ -290,6 +309,7 @@ def _engine_config(config: ServerConfig, budget_bytes: int, served: ServedModel)
         max_slots=config.slots,
         budget_bytes=budget_bytes,
         context_tokens=served.context_tokens,
+        feature_bytes=0 if served.vision is None else min(MAX_FEATURE_BYTES, budget_bytes // 8),
         chunk_tokens=config.chunk_tokens,
         shares_heads=config.share_heads,
         speculates=config.speculate != "off",
@@ -337,7 +357,9 @@ def _opened(
         **architecture_facts(loaded.config),
     )
     served = _served_model(loaded, facts, config)
-    engine = Engine.for_model(loaded, _engine_config(config, around.budget_bytes, served), around.kept)
+    token_operations = 2 * facts.num_parameters * _active_share(loaded.config)
+    engine_config = replace(_engine_config(config, around.budget_bytes, served), token_operations=token_operations)
+    engine = Engine.for_model(loaded, engine_config, around.kept)
     adapters = () if loaded.adapters is None else loaded.adapters.adapters
     variants = {adapter.name: served.variant(adapter) for adapter in adapters}
     release_weights, useful_bytes = partial(_release, loaded), _useful_bytes(loaded, config)
@@ -346,7 +368,12 @@ def _opened(
 
 def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) -> ServedModel:
     context_tokens = _context_tokens(loaded, config)
-    renderer = ChatRenderer(_template_owner(loaded.tokenizer_wrapper), max_tokens=context_tokens - 1)
+    owner, vision = _template_owner(loaded.tokenizer_wrapper), loaded.vision
+    placeholder = None if vision is None else (vision.placeholder, vision.placeholder_id)
+    renderer = ChatRenderer(owner, context_tokens - 1, placeholder)
+    if vision is not None and not renderer.shows_pictures:
+        logger.warning("%s sees no images: its chat template shows none", loaded.name)
+        vision, renderer = None, ChatRenderer(owner, context_tokens - 1)
     served = ServedModel(
         id=loaded.name,
         renderer=renderer,
@@ -363,6 +390,7 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
             loaded.name, loaded.config, facts.chat_template, loaded.tokenizer.get_vocab().get
         ),
         sampling=read_sampling(loaded.path / "generation_config.json", loaded.vocab_size),
+        vision=vision,
         facts=facts,
     )
     if served.tool_calls == "text":

@@ -33,6 +33,7 @@ from models.inference.embedding import Embedder
 from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
+from models.vision.features import Encoder
 from server.engine.commands import give_back
 from server.engine.embeddings import EmbeddingJob
 from server.engine.messages import Generation, Mailbox
@@ -79,6 +80,10 @@ class EngineConfig:
     """For the state of past tokens, live and stored."""
     context_tokens: int = 4096
     """Prompt and output together."""
+    feature_bytes: int = 0
+    """Of `budget_bytes`, for the features of pictures."""
+    token_operations: float = 1.0
+    """Floating-point operations of a prompt token, about."""
     chunk_tokens: int = CHUNK_TOKENS
     """Prompt tokens evaluated between two decode steps."""
     max_waiting: int = 64
@@ -147,12 +152,18 @@ class Engine:
             kept.prefix_cache.clear()
             kept = None
 
+        vision = loaded.vision
+
         def make_worker() -> Worker:
             runner = Runner(
                 loaded.model,
                 vocab_size=loaded.vocab_size,
                 adapters=loaded.adapters,
                 drafter=drafter_of(loaded),
+                encoder=None
+                if vision is None
+                else Encoder(vision.tower, config.token_operations, config.feature_bytes),
+                vision_inputs=None if vision is None else vision.inputs,
                 shares_heads=config.shares_heads,
                 drafts=config.speculates,
             )
@@ -305,7 +316,7 @@ class Engine:
 
     async def try_resize(self, budget_bytes: int) -> int:
         """Changes the budget for state, unless running requests exceed it: returns by how many bytes."""
-        own_bytes = max(budget_bytes - _disk_bytes_in_memory(self._config), budget_bytes // 2)
+        own_bytes = max(budget_bytes - _bytes_aside(self._config), budget_bytes // 2)
         return await self.execute(lambda worker: worker.prefix_cache.try_resize(own_bytes))
 
     def execute_later(self, command: Callable[..., object], *given: object) -> None:
@@ -474,8 +485,9 @@ def _in_flight_bytes(config: EngineConfig) -> int:
     return min(MAX_IN_FLIGHT_BYTES, config.budget_bytes // 16)
 
 
-def _disk_bytes_in_memory(config: EngineConfig) -> int:
-    return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
+def _bytes_aside(config: EngineConfig) -> int:
+    """What is no state of tokens: the features of pictures, and state on its way to or from disk."""
+    return config.feature_bytes + (2 * _in_flight_bytes(config) if config.disk_folder is not None else 0)
 
 
 def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
@@ -497,7 +509,7 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
 
 
 def _state_of(runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: EngineState | None) -> EngineState:
-    budget_bytes = config.budget_bytes - _disk_bytes_in_memory(config)
+    budget_bytes = config.budget_bytes - _bytes_aside(config)
     if kept is not None:
         kept.prefix_cache.resume(runner.make_caches, budget_bytes)
         return kept

@@ -346,5 +346,7 @@ class EngineStats:
     """Whether answers are drafted, and why not, for a person."""
     num_open: int = 0
     """Requests that have not ended, also those unseen by the worker."""
+    num_encoded: int = 0
+    """Pictures for which the vision tower was evaluated."""
     num_stuck: int = 0
     """Steps that were taken for hangs."""

@@ -191,7 +191,9 @@ class Worker:
         requests = RequestCounts(phases[Phase.WAITING], phases[Phase.PREFILLING], phases[Phase.DECODING])
         drafts = None if self._speculation is None else self._speculation.stats
         runner, cache = self._table.runner, self.prefix_cache.stats()
-        return EngineStats(requests, self._table.num_suspended, cache, runner.rows_form, drafts, runner.drafts_form)
+        encoded = 0 if runner.encoder is None else runner.encoder.num_encoded
+        forms = runner.rows_form, drafts, runner.drafts_form
+        return EngineStats(requests, self._table.num_suspended, cache, *forms, num_encoded=encoded)
 
     def use_long_chunks(self) -> None:
         """A prompt beside which nothing runs gets longer chunks, as pays on a GPU.

@@ -23,6 +23,7 @@ from models.store.stored_model import ModelDefaults
 
 if TYPE_CHECKING:
     from models.inference.grammar import GrammarCompiler
+    from models.vision.loading import Vision
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class ServedModel(ListedModel):
     """Set if the model judges documents."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Defaults for fields missing in a request."""
+    vision: "Vision | None" = None
+    """None if it sees no images."""
     adapter: Adapter | None = None
     """None for a base model."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)

@@ -44,7 +44,7 @@ class FakeTower:
         digest = pictures.digest_of(pixels, str(picture.grid))
         return Features(mx.array(ids_of(digest, picture.num_tokens))[:, None])
 
-    def step_cost(self, picture: Picture) -> float:
+    def step_operations(self, picture: Picture) -> float:
         """Returns the cost of two tokens."""
         return 2.0
 
@@ -79,7 +79,7 @@ class Inline(Executor):
 
 def encoder(max_bytes: int = 1 << 20) -> Encoder:
     """Returns an encoder over the fake tower."""
-    return Encoder(FakeTower(), token_cost=1.0, max_bytes=max_bytes, thread=Inline())
+    return Encoder(FakeTower(), 1.0, max_bytes, Inline())
 
 
 def picture_of(data: bytes, rows: int = 2, columns: int = 4) -> Picture:

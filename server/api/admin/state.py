@@ -136,6 +136,8 @@ class ModelStatsBody(EngineCounts):
     disk_budget_bytes: int | None
     drafts: DraftStats | None
     """None where no answer is drafted."""
+    encoded_images: int
+    """Images for which the vision tower was evaluated."""
 
 
 class OpenRequestBody(TypedDict):
@@ -222,6 +224,7 @@ def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> Model
         "moved": stats.cache.moved,
         "disk_budget_bytes": context.config.cache_disk_bytes if stats.cache.keeps_on_disk else None,
         "drafts": stats.drafts,
+        "encoded_images": stats.num_encoded,
     }
 
 

@@ -18,8 +18,8 @@ from server.api.conversation import (
     Conversation,
     ThinkingWish,
     check_continuable,
-    media_in_words,
-    refuse_new_media,
+    mark_new_images,
+    media_part,
 )
 from server.api.dialect import ApiContext
 from server.api.errors import wrong
@@ -82,8 +82,9 @@ def _known(value: Any, info: ValidationInfo) -> Any:
         return value
     if kind == "server_tool_use" or kind.endswith("_tool_result"):
         raise ValueError(f"{kind[:100]} is of a tool that runs on Anthropic's servers; no tools run on this server")
-    shown = media_in_words(value)
-    text = part_text(value) or _text_of(value) if shown is None else shown
+    if (shown := media_part(value)) is not None:
+        return shown
+    text = part_text(value) or _text_of(value)
     if text is None:
         raise ValueError(f"{kind[:100]} is not a known type of block")
     return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
@@ -322,7 +323,7 @@ class PromptBody(MarkedBody):
 class MessagesBody(PromptBody):
     """Body of `POST /v1/messages`."""
 
-    messages: Annotated[list[InputMessage], BeforeValidator(refuse_new_media), Field(min_length=1)]
+    messages: Annotated[list[InputMessage], BeforeValidator(mark_new_images), Field(min_length=1)]
     max_tokens: Annotated[Whole, Field(ge=0)]
     """0 only evaluates the prompt."""
     stream: bool | None = None
@@ -461,7 +462,8 @@ class _Reader:
             first, *others = parts or [{"text": ""}]
             if block.is_error and not first["text"].lstrip().lower().startswith("error"):
                 # Templates have no field for an error.
-                parts = [{**first, "text": _ERROR_PREFIX + first["text"]}, *others]
+                told = [{"text": _ERROR_PREFIX.strip()}, first] if "image" in first else None
+                parts = [*(told or [{**first, "text": _ERROR_PREFIX + first["text"]}]), *others]
         else:
             names, error = [one.tool_name for one in block.content.tool_references], block.content.error_code
             failed = f"{_ERROR_PREFIX}{error}" if error else "No tool was found."
@@ -508,7 +510,7 @@ def _marked(made: dict[str, Any], blocks: Sequence[Any]) -> dict[str, Any]:
 
 
 def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
-    return [block.model_dump(include={"text", "cache_control"}, exclude_none=True) for block in blocks]
+    return [block.model_dump(include={"text", "cache_control", "image"}, exclude_none=True) for block in blocks]
 
 
 def as_function(tool: ToolDefinition) -> dict[str, Any]:

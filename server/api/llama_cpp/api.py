@@ -180,7 +180,8 @@ def tokenize(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_body(TokenizeBody, incoming.fields)
     model, is_chat = context.pool.find(body.model), "messages" in incoming.fields
     if is_chat:
-        tokens = _rendered(context, incoming).tokens.tolist()
+        rendered = _rendered(context, incoming)
+        tokens = rendered.pictures.in_words(rendered.tokens).tolist()
     else:
         wishes, text = (body.add_special, body.add_special_tokens), body.content or body.prompt or ""
         adds = True in wishes or (body.prompt is not None and False not in wishes)

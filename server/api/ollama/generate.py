@@ -28,11 +28,12 @@ from server.api.answer import Answer, Exchange, OutputEvent, Question, Run
 from server.api.binding import AnswerGrammar, Format, FunctionSpec, shows_tools
 from server.api.bodies import BodyModel, Rules, Whole, parse_body, refuse_fields, refused
 from server.api.call import generate, planned
-from server.api.conversation import UNREAD, Conversation, ThinkingWish, can_continue, first_unanswered
+from server.api.conversation import Conversation, ThinkingWish, can_continue, first_unanswered
 from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
 from server.api.generation import Options, options_sampling
+from server.api.images import UNREAD
 from server.api.params import GenerationParams, Incoming, ask, check_token_ids, question_of
 from server.api.record import CacheBody, cache_of
 from server.api.wire import Payload, json_text

@@ -16,9 +16,9 @@ from server.api.conversation import (
     ThinkingWish,
     check_continuable,
     check_template_arguments,
-    media_in_words,
+    mark_new_images,
+    media_part,
     read_arguments,
-    refuse_new_media,
 )
 from server.api.errors import wrong
 from server.api.generation import IN_BOTH, GenerationBody, LimitOrZero
@@ -62,8 +62,8 @@ def _as_parts(value: Any, info: ValidationInfo) -> Any:
 
 def _as_text(part: Any, role: str) -> Any:
     """A part of another API, or the assistant's refusal, as a text; the assistant's thought as it is."""
-    if (shown := media_in_words(part)) is not None:
-        return {"type": "text", "text": shown, "cache_control": part.get("cache_control")}
+    if (shown := media_part(part)) is not None:
+        return shown
     text = part_text(part)
     if text is None or (part["type"] == "refusal" and role != "assistant"):
         return part
@@ -190,7 +190,7 @@ def offered_tools(fields: Mapping[str, Any]) -> list[Any]:
 class ChatBody(GenerationBody, CallingBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], BeforeValidator(refuse_new_media), Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], BeforeValidator(mark_new_images), Field(min_length=1)]
     tools: list[ToolSpec] | None = None
     tool_choice: Annotated[Any, tool_choice_reader("function")] = None
     functions: list[FunctionSpec] | None = None
@@ -276,7 +276,7 @@ def template_message(message: ChatMessage) -> Message:
     reasoning = (message.reasoning_content, message.reasoning, "\n".join(thoughts) if thoughts else None)
     if told := [text for text in reasoning if text is not None]:
         fields["reasoning_content"] = told[0]
-    parts = [part.model_dump(include={"text", "cache_control"}) for part in content if part.type == "text"]
+    parts = [part.model_dump(include={"text", "cache_control", "image"}) for part in content if part.type == "text"]
     if message.content is None and message.refusal:
         parts = [{"text": message.refusal}]
     return {"role": role, "content": parts, **fields}

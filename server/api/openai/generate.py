@@ -143,7 +143,7 @@ class _ChoiceExchange(Exchange):
         self._streaming = body.stream_options or StreamOptions()
         self._logprobs: list[TokenLogprob] = []
         self._token_ids: list[int] = []
-        tokens = self.request.tokens
+        tokens = self.request.pictures.in_words(self.request.tokens)
         self._prompt_ids: PromptIds = {"prompt_token_ids": tokens.tolist()} if body.return_token_ids else {}
         self._head: AnswerHead = {
             "id": self.request.request_id,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.conversation import UNREAD
+from server.api.images import UNREAD
 from server.app.config import ServerConfig
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model

@@ -1,0 +1,180 @@
+"""Images in conversations: opened in one place, for models that see; never a reason to refuse a history."""
+
+import base64
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from models.errors import InvalidImage
+from models.vision.image_files import read_header
+from models.vision.pictures import Picture
+from server.api.images import MAX_NEW_IMAGES, UNREAD
+from server.app.config import ServerConfig
+from server.engine.request import GenerationRequest
+from tests.models.prompt.test_pictures_in_templates import renderer_of
+from tests.support.apps import create_app
+from tests.support.fake_engine import FakeEngine, Script, fake_model
+from tests.support.fake_vision import picture_of
+from tests.support.tiny_vision import image
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+LINE = UNREAD.format("image")
+A, B = image(1), image(2)
+ASKED = {"role": "user", "content": "Go on."}
+SEEN = {"role": "assistant", "content": "I see."}
+DAMAGED = A[:-20]
+
+
+def opened(data: bytes) -> Picture:
+    """What a model's vision opens."""
+    read_header(data)
+    return picture_of(data)
+
+
+def encoded(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def chat_image(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(data)}", "detail": "auto"}}
+
+
+def block(data: bytes) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": encoded(data)}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [*parts]}
+
+
+class Asked:
+    """A client of a server whose model sees, and what the engine gets."""
+
+    def __init__(self, *, sees: bool = True) -> None:
+        self.engine = FakeEngine()
+        vision: Any = SimpleNamespace(open=opened) if sees else None
+        renderer: Any = renderer_of()
+        model = fake_model(renderer=renderer, context_tokens=2000, vision=vision)
+        self.client = TestClient(create_app(self.engine, model, ServerConfig()))
+
+    def post(self, path: str, *messages: Any, **fields: Any) -> Any:
+        return self.client.post(path, json={"messages": [*messages], "max_tokens": 4, **fields})
+
+    def request(self, path: str, *messages: Any, **fields: Any) -> GenerationRequest:
+        answer = self.post(path, *messages, **fields)
+        assert answer.status_code == 200, answer.text
+        return self.engine.requests[-1]
+
+
+def shown(request: GenerationRequest) -> list[bytes]:
+    return [one.picture.data for one in request.pictures.placed]
+
+
+@pytest.mark.parametrize(
+    ("path", "part"),
+    [
+        (CHAT, chat_image(A)),
+        (CHAT, {"type": "image_url", "image_url": chat_image(A)["image_url"]["url"]}),
+        (CHAT, {"type": "input_image", "image_url": chat_image(A)["image_url"]["url"]}),
+        (CHAT, {"type": "image", "data": encoded(A), "mimeType": "image/png"}),
+        (MESSAGES, block(A)),
+    ],
+)
+def test_an_image_is_seen(path: str, part: dict[str, Any]) -> None:
+    asked = Asked()
+    request = asked.request(path, user(text("What is"), part, text("this?")))
+    assert shown(request) == [A]
+    following = asked.request(path, user(text("What is"), part), SEEN, ASKED)
+    stop = request.pictures.placed[0].stop
+    assert following.tokens[:stop].tolist() == request.tokens[:stop].tolist()
+
+
+def test_images_in_results_of_tools_are_seen() -> None:
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "Read", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text("Here:"), block(A)]}
+    assert shown(Asked().request(MESSAGES, ASKED, use, user(result))) == [A]
+    only = {"type": "tool_result", "tool_use_id": "t", "content": [block(B)], "is_error": True}
+    assert shown(Asked().request(MESSAGES, ASKED, use, user(only), SEEN, ASKED)) == [B]
+    call = {"id": "c", "type": "function", "function": {"name": "Read", "arguments": "{}"}}
+    said = {"role": "tool", "tool_call_id": "c", "content": [chat_image(A)]}
+    assert shown(Asked().request(CHAT, ASKED, {"role": "assistant", "tool_calls": [call]}, said)) == [A]
+
+
+BAD = {
+    "no image": encoded(b"no image"),
+    "cut": encoded(DAMAGED),
+    "a PDF": encoded(b"%PDF-1.7"),
+    "no base64": "@@@",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_is_refused_when_new_and_a_line_later(name: str) -> None:
+    bad = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BAD[name]}}
+    asked = Asked()
+    answer = asked.post(MESSAGES, user(text("See:"), bad))
+    assert answer.status_code == 400
+    error = answer.json()["error"]["message"]
+    assert error.startswith("messages.0.content.1.image: ") and "image_block" in error
+    later = asked.client.post(f"{MESSAGES}/count_tokens", json={"messages": [user(bad), SEEN, ASKED]})
+    assert later.status_code == 200
+    request = asked.request(MESSAGES, user(text("See:"), bad, block(A)), SEEN, ASKED)
+    assert shown(request) == [A]
+
+
+@pytest.mark.parametrize(
+    "url", ["https://example.org/a.png", "http://x/y", "data:image/png,abc", "file:///etc/passwd"]
+)
+def test_nothing_is_fetched(url: str) -> None:
+    answer = Asked().post(CHAT, user(text("See:"), {"type": "image_url", "image_url": {"url": url}}))
+    assert answer.status_code == 400 and "image_block" in answer.json()["error"]["message"]
+
+
+def test_a_message_holds_twenty_images_and_a_history_more() -> None:
+    asked, many = Asked(), [chat_image(image(number, 8, 8)) for number in range(MAX_NEW_IMAGES + 1)]
+    assert asked.post(CHAT, user(*many)).status_code == 400
+    request = asked.request(CHAT, user(*many[1:]), SEEN, user(*many[:5]), SEEN, ASKED)
+    assert len(request.pictures.placed) == 25
+
+
+def test_the_session_of_a_model_that_sees_nothing_goes_on() -> None:
+    asked = Asked(sees=False)
+    assert asked.post(CHAT, user(chat_image(A))).status_code == 400
+    assert not asked.request(CHAT, user(chat_image(A)), SEEN, ASKED).pictures.placed
+
+
+def test_the_assistants_images_are_a_line() -> None:
+    said = {"role": "assistant", "content": [text("I drew:"), chat_image(A)]}
+    assert not Asked().request(CHAT, ASKED, said, ASKED).pictures.placed
+
+
+def test_ids_of_pictures_are_shown_as_words() -> None:
+    answer = Asked().post(CHAT, user(chat_image(A)), return_token_ids=True).json()
+    assert min(answer["prompt_token_ids"]) >= 0
+    counted = Asked().client.post(f"{MESSAGES}/count_tokens", json={"messages": [user(block(A))]}).json()
+    assert counted["input_tokens"] == len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+    tokens = Asked().client.post("/tokenize", json={"messages": [user(chat_image(A))]}).json()["tokens"]
+    assert tokens == answer["prompt_token_ids"]
+
+
+def test_a_picture_that_no_decoder_reads_fails_with_a_sentence() -> None:
+    asked = Asked()
+    asked.engine.script = Script(error=InvalidImage("an image cannot be decoded: broken"))
+    answer = asked.post(CHAT, user(chat_image(A)))
+    assert answer.status_code == 400 and "cannot be decoded" in answer.json()["error"]["message"]
+
+
+def test_sessions_and_cache_listings_show_a_label() -> None:
+    asked = Asked()
+    asked.request(CHAT, user(text("What is"), chat_image(A)), session_id="s")
+    asked.request(CHAT, user(text("What is"), chat_image(B)), SEEN, ASKED, session_id="s")
+    for path in ("/v1/sessions", "/v1/sessions/s", "/v1/stats", "/slots"):
+        told = asked.client.get(path).text
+        assert encoded(A)[:20] not in told and "\\ufffc" not in told
