@@ -125,7 +125,7 @@ class LiveText(_Chains):
         self.namespace = namespace
         self.session_id = session_id
         self.stop = 1
-        """The place behind the last token; the first token's is 1."""
+        """The place after the last token; the first token's is 1."""
         self.hashed = 0
         """Of the last three tokens."""
         self.is_forgotten = False
@@ -197,7 +197,7 @@ class History:
         self._texts: list[FinishedText] = []
         """In the order of their places."""
         self._end = 1
-        """The place behind the newest text."""
+        """The place after the newest text."""
         self._growing = WeakSet[LiveText]()
         self._stored = stored
         self._unread = set() if stored is None else set(stored.namespaces())

@@ -198,7 +198,7 @@ def tensors_of(module: MtpModule) -> dict[str, mx.array]:
 
 
 def _read_tensors(folder: Path, prefix: str, sidecar: Path) -> dict[str, mx.array]:
-    """Lazy, by their names behind `prefix`: those of the file beside the model's, else of its own files."""
+    """Lazy, by their names after `prefix`: those of the file beside the model's, else of its own files."""
     read = dict[str, mx.array]()
     for file in [sidecar] if sidecar.is_file() else weights.find_weight_files(folder):
         everything = list(weights.read_header(file))

@@ -104,7 +104,7 @@ def process_parents() -> dict[int, int]:
 def parent_of(process: Path) -> int:
     """Returns the parent's id from /proc/<pid>, 0 if the process is gone."""
     try:
-        # The name in parentheses may hold anything, so count from behind the last one.
+        # The name in parentheses may hold anything, so count from after the last one.
         return int((process / "stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0

@@ -2,7 +2,7 @@
 
 A drafter takes part in each call; its layer caches are the last of a row's and are treated like the others. An MTP
 module's has an entry for each evaluated token, made of the token and of the model's hidden state before it. Hidden
-states are not stored: the first entry behind a restored prefix takes zeros.
+states are not stored: the first entry after a restored prefix takes zeros.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class Evaluated(NamedTuple):
     before: mx.array
     """The model's hidden state before each token, `[num_tokens, width]`; width 0 if unneeded."""
     behind: mx.array
-    """The state behind each token."""
+    """The state after each token."""
 
 
 class Drafter(ABC):
@@ -71,7 +71,7 @@ class Drafter(ABC):
     def _predict(
         self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache], lengths: Sequence[int]
     ) -> tuple[mx.array, mx.array]:
-        """Logits behind each row's last of `lengths` tokens, `[num_rows, 1, vocab_size]`, and the hidden state."""
+        """Logits after each row's last of `lengths` tokens, `[num_rows, 1, vocab_size]`, and the hidden state."""
 
     def draft(
         self,
@@ -82,7 +82,7 @@ class Drafter(ABC):
         num_tokens: int,
         count: Callable[[], None] = lambda: None,
     ) -> mx.array:
-        """Tokens that rows may say behind their known ones, which no cache holds yet, `[num_rows, num_tokens]`; lazy.
+        """Tokens that rows may say after their known ones, which no cache holds yet, `[num_rows, num_tokens]`; lazy.
 
         `before` holds the hidden states before each known token, in one line. `layers` are the last of one row, or of
         a batch, and `first` those for known tokens; `count` counts a call's. The caller takes all tokens back.
@@ -160,7 +160,7 @@ class ModelDrafter(Drafter):
         self.probed = self
 
     def make_cache(self) -> list[LayerCache]:
-        """The draft model's behind the model's."""
+        """The draft model's after the model's."""
         return [*make_prompt_cache(self._model), *make_prompt_cache(self._draft)]
 
     def evaluate(
@@ -191,7 +191,7 @@ def drafter_of(loaded: LoadedModel) -> Drafter | None:
 
 
 def _shifted(behind: mx.array, lengths: Sequence[int], before: StatesBefore) -> mx.array:
-    """The states before each token, from those behind it."""
+    """The states before each token, from those after it."""
     parts, stops = list[mx.array](), itertools.accumulate(lengths)
     for first, length, stop in zip(before, lengths, stops, strict=True):
         parts.append(mx.zeros_like(behind[:1]) if first is None else first)
@@ -201,7 +201,7 @@ def _shifted(behind: mx.array, lengths: Sequence[int], before: StatesBefore) -> 
 
 
 def _last(rows: mx.array, lengths: Sequence[int]) -> mx.array:
-    """Behind each row's last of `lengths` tokens, `[num_rows, 1, width]`."""
+    """After each row's last of `lengths` tokens, `[num_rows, 1, width]`."""
     if min(lengths) == rows.shape[1]:
         return rows[:, -1:]
     return rows[mx.arange(len(lengths)), mx.array([*lengths]) - 1][:, None]

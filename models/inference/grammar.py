@@ -70,7 +70,7 @@ class GrammarCompiler:
     def _checked(self, grammar: Grammar) -> str:
         """The library's definition. Refuses a pattern of names that matches none but declared ones.
 
-        The library would allow a comma, and no name behind it.
+        The library would allow a comma, and no name after it.
         """
         definition = _definition(grammar)
         if "patternProperties" in grammar.text and grammar.kind in JSON_KINDS:

@@ -465,7 +465,7 @@ class _Rows:
     def _evaluated(
         self, batch: DecodeBatch, rows: Mapping[int, DecodeRow], fed: Mapping[int, list[int]], trial: _Trial
     ) -> dict[int, list[mx.array]]:
-        """Each row's logits behind its tokens of a step."""
+        """Each row's logits after its tokens of a step."""
         if trial.is_alone:
             ((row, tokens),) = fed.items()
             batch.hold(rows[row], len(tokens))

@@ -108,9 +108,9 @@ class Padding(NamedTuple):
     """Rows padded to the longest feed, for models with recurrent layers, and all their tokens in a line."""
 
     places: mx.array
-    """In the line, `[num_rows, longest]`: behind a row's tokens the last one's, repeated."""
+    """In the line, `[num_rows, longest]`: after a row's tokens the last one's, repeated."""
     seen: mx.array
-    """Where padded rows, one behind the other, hold the line's tokens."""
+    """Where padded rows, one after the other, hold the line's tokens."""
 
     @classmethod
     @lru_cache(4)

@@ -1,7 +1,7 @@
 """Rows: sequences while they decode, and groups of them, whose buffers hold their state. Worker thread only.
 
 A step evaluates a row's *feed*: its *known* tokens, chosen but not yet in its caches, and its *draft*, a guess at the
-tokens after them. The step samples behind the last known token and behind each one of the draft, all as steps of one
+tokens after them. The step samples after the last known token and after each one of the draft, all as steps of one
 token would. A drafted token is *accepted* while it equals the sample before it. Then a step in which some row feeds
 several tokens is *settled*: the rest of the draft leaves the caches, or the whole feed where state cannot go back
 token by token. A step of one token a row needs no settling: the next may begin before it is read.
@@ -41,7 +41,7 @@ class DecodeRow:
     """Chosen tokens that the caches lack; empty while they lack only the sample of a step that is not read."""
     adapter: int = NO_ADAPTER
     shift: int = 0
-    """What is added to the row's offsets to give positions, behind pictures."""
+    """What is added to the row's offsets to give positions, after pictures."""
     before: mx.array | None = None
     """With a drafter: hidden states before each known token, `[num_known, width]`."""
     draft: list[int] = field(default_factory=list)
@@ -51,9 +51,9 @@ class DecodeRow:
     is_forced: bool = False
     """The last known token was not sampled."""
     ahead: list[RowSampling] = field(default_factory=list)
-    """Until a step is settled: the states that draw behind the last known token and behind each of the draft."""
+    """Until a step is settled: the states that draw after the last known token and after each of the draft."""
     states: mx.array | None = None
-    """Until a step is settled, with a drafter: hidden states before each fed token, and behind the last."""
+    """Until a step is settled, with a drafter: hidden states before each fed token, and after the last."""
     group: "Group | None" = None
     """Whose buffers hold its span and window rows."""
 

@@ -113,7 +113,7 @@ class DecodeStep:
     num_fed: list[int]
     """Tokens that the step evaluates of each row."""
     num_sampled: list[int]
-    """Of each row: behind its last known token and behind each token of its draft."""
+    """Of each row: after its last known token and after each token of its draft."""
     is_long: bool
     """Some row feeds several tokens."""
     logits: mx.array | None = None
@@ -167,7 +167,7 @@ class Runner:
         self._drafter = drafter
         self._whole = drafter or model
         self._behind = WeakKeyDictionary[LayerCache, tuple[int, mx.array]]()
-        """By a row's last cache: its offset, and the hidden state behind what `prefill` evaluated."""
+        """By a row's last cache: its offset, and the hidden state after what `prefill` evaluated."""
         self._adapters = adapters
         self._vocab_size = vocab_size
         self._sampler = BatchSampler(vocab_size)
@@ -299,7 +299,7 @@ class Runner:
         return DecodeRow(caches, state, [next_token], adapter, shift, self._state_behind(caches))
 
     def force(self, row: DecodeRow, *, prompt: TokenIds, generated: TokenIds) -> None:
-        """Has `row` sample on behind `generated`, whatever was sampled. The caller sets `row.known`."""
+        """Has `row` sample on after `generated`, whatever was sampled. The caller sets `row.known`."""
         row.sampling = row.sampling.after(prompt, generated)
 
     def prepare(
@@ -310,7 +310,7 @@ class Runner:
         samples: bool = True,
         spare_bytes: float = float("inf"),
     ) -> DecodeStep:
-        """Returns a step that evaluates each row's feed and samples behind it; computes nothing yet.
+        """Returns a step that evaluates each row's feed and samples after it; computes nothing yet.
 
         A row is fed its known tokens, else `previous`'s sample, then its draft; several tokens only where all rows
         have known ones. Without `samples` it waits for `sample`. Shared buffers may take `spare_bytes` more than the
@@ -348,7 +348,7 @@ class Runner:
     def sample_again(
         self, step: DecodeStep, row: DecodeRow, mask: MaskWords | None, *, prompt: TokenIds, generated: TokenIds
     ) -> None:
-        """Draws the sample of a row in a step that is not long anew, behind `generated`; `start` then computes it."""
+        """Draws the sample of a row in a step that is not long anew, after `generated`; `start` then computes it."""
         assert step.logits is not None and step.sampled is not None
         place, sampler = step.rows.index(row), BatchSampler(self._vocab_size)
         row.sampling = row.sampling.after(prompt, generated)
@@ -390,7 +390,7 @@ class Runner:
         return [held[row] for row in step.rows]
 
     def draft(self, rows: Sequence[DecodeRow], limits: Sequence[int]) -> list[list[int]]:
-        """What the drafter expects each row to say behind its known tokens, up to `limits` tokens; blocks.
+        """What the drafter expects each row to say after its known tokens, up to `limits` tokens; blocks.
 
         Nothing for a row whose hidden states are unknown, or that shares buffers with such a row or one that left.
         """
@@ -584,7 +584,7 @@ def _knows_before(row: DecodeRow) -> bool:
 
 
 def _ranges(lengths: Sequence[int]) -> list[range]:
-    """Of parts so long, one behind the other."""
+    """Of parts so long, one after the other."""
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
 
 

@@ -132,7 +132,7 @@ class RowSampling:
         return state
 
     def ahead(self, draft: Sequence[int]) -> list["RowSampling"]:
-        """This state, then the state behind each token of a draft. No `BatchSampler` may hold newer penalties."""
+        """This state, then the state after each token of a draft. No `BatchSampler` may hold newer penalties."""
         found = [self]
         penalties = _windowed([self], self._vocab_size) if draft and any(self.windows) else []
         for token in draft:

@@ -141,7 +141,7 @@ class ArgumentReader:
             was_text = yield from self._tagged(form, types, properties.keys() - given)
 
     def _name_argument(self, key: str, given: set[str], schema: Any, *, was_text: bool) -> None:
-        """Behind a text, what looks like an argument that cannot be may be of the text: raises Refused."""
+        """After a text, what looks like an argument that cannot be may be of the text: raises Refused."""
         if key in given or (was_text and key not in properties_of(schema) and is_closed(schema)):
             raise Refused
         self.add(f"{', ' if given else ''}{json_text(key)}: ")
@@ -254,7 +254,7 @@ class ArgumentReader:
         return -1
 
     def _depth_behind(self, ends: Ends, end: Found, depth: int, others: Collection[str]) -> Steps[int]:
-        """How many calls are open within a text behind what may be its end; -1 behind its end.
+        """How many calls are open within a text after what may be its end; -1 after its end.
 
         Raises Refused where the text may as well go on.
         """

@@ -66,7 +66,7 @@ class CallFormat:
     frames: tuple[str, ...] = ()
     """Other special tokens of answers."""
     id_marker: str = ""
-    """Begins a call's id, which may stand behind its name."""
+    """Begins a call's id, which may stand after its name."""
     signs: str = "(?!)"
     """A pattern of what only the family's templates hold."""
     tokens: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class CallFormat:
 
     @property
     def call_end(self) -> str:
-        """The marker behind each call; empty if what follows tells where it ends."""
+        """The marker after each call; empty if what follows tells where it ends."""
         if self.close and (self.repeats_open or not self.end):
             return self.close
         return "" if self.is_envelope else self.end.strip()

@@ -75,7 +75,7 @@ class CallGrammar:
         return [f"calls: {self._spellings(form.open, self._before)} function {more} {outer}", *self._rules]
 
     def lazy(self) -> list[str]:
-        """The rule `start` of what stands behind the opener, up to the call's end, and those that it needs."""
+        """The rule `start` of what stands after the opener, up to the call's end, and those that it needs."""
         form = self._form
         head = form.open[len(form.open.rstrip()) :] + (self._before if form.open else "")
         again = form.gap + self._before
@@ -122,7 +122,7 @@ class CallGrammar:
     def _members(
         self, number: int, tool: BoundTool, begin: str, values: Mapping[str, str], between: str, end: str
     ) -> Iterator[str]:
-        """Rules of arguments: each of `values` once, with `between` between two, and `end` behind the last."""
+        """Rules of arguments: each of `values` once, with `between` between two, and `end` after the last."""
         required, optional = tool.required(), [name for name in values if name not in tool.required()]
         done = f"%if is_ones([0:{len(required)}])" if required else ""
         empty = "" if required else f" | {begin} {end}"
@@ -169,7 +169,7 @@ class CallGrammar:
             return
         tag, key = _pattern(end.rstrip()), body.key.partition("{}")[0]
         others = "|".join([tag, _pattern(key), _pattern(self._end.strip())])
-        # Two lexemes: masks are dear where one may go on behind what another excludes.
+        # Two lexemes: masks are dear where one may go on after what another excludes.
         line = r"\n" if end.endswith("\n") else ""
         yield "text: BEFORE? (PIECE | other)* close"
         yield "other: close+ OTHER"

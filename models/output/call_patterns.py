@@ -13,7 +13,7 @@ import regex as re
 from models.output.call_formats import CallFormat, Literal
 
 END, CUT = "\udfff", "\udffe"
-"""Stand behind an answer that ended by itself, or was cut off: no decoded text holds halves of characters."""
+"""Stand after an answer that ended by itself, or was cut off: no decoded text holds halves of characters."""
 OVER: Final = f"{END}{CUT}"
 _NEVER: Final = "(?!)"
 _KEY: Final = rf"[^<>\n\"{OVER}]{{1,256}}?"
@@ -65,7 +65,7 @@ class Ends:
         beside: str = "",
         may_double: bool = False,
     ) -> None:
-        """`more` goes on with arguments; `closers` stand before the call's end, and `beside` begins a call behind it.
+        """`more` goes on with arguments; `closers` stand before the call's end, and `beside` begins a call after it.
 
         The tag may be left out before one of `letters`, before the call's end `missing`, and before an argument
         `skipped`, which begins with `start`.
@@ -112,7 +112,7 @@ class Patterns:
         behind, first = ("", "") if is_literal else (self._behind_head, self._first_key)
         begun = either(*(rf"{one}\s*{head}" for one in opens), head if self.is_tagged else "")
         self.another, self.nested = begun + behind, begun + first
-        """Begins another call behind one; begins one within a text, which has end tags of its own."""
+        """Begins another call after one; begins one within a text, which has end tags of its own."""
         nexts = either(END, *opens, tag or (head if is_literal else ""))
         slack, close = (_SLACK if is_literal else r"\s*"), self.close if is_literal or self.closes else self.ends
         ended = rf"(?:{self.ends}{slack}){{0,2}}" if is_literal or self.closes else ""
@@ -194,7 +194,7 @@ class Patterns:
 
     @lru_cache(256)  # noqa: B019 - formats, and so patterns, are few and live as long as the process
     def raw_ends(self, closers: tuple[str, ...], keys: tuple[str, ...], opener: str) -> Ends:
-        """Of a text in a literal behind the quote `opener`, within `closers`, the innermost first; `keys` are those
+        """Of a text in a literal after the quote `opener`, within `closers`, the innermost first; `keys` are those
         of the outermost."""
         quote = re.escape(self.body.quote)
         mark = rf"(?:{quote}|[\"'])?"
@@ -218,7 +218,7 @@ class Patterns:
 
 
 def _spellings(form: CallFormat, marker: str) -> list[str]:
-    """Patterns of a marker; a bracket within it may be left out, and one behind it is of the head."""
+    """Patterns of a marker; a bracket within it may be left out, and one after it is of the head."""
     texts = [marker.strip(), *(alias for alias, text in form.aliases if text == marker)] if marker else []
     patterns = (loosely(text.removesuffix("[") if text[:1] != "[" else text) for text in texts)
     return [re.sub(r"^\\\](?=.)", r"\\]?\\s*", one) for one in patterns]

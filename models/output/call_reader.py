@@ -1,7 +1,7 @@
 """Splits an answer into texts and calls, in any format, as it comes. Pure.
 
 A call is given out only if its name is declared, each value was found, and every character of it is accounted for:
-else its text is text. What breaks behind the first characters of a value stays a call without its last brace. White
+else its text is text. What breaks after the first characters of a value stays a call without its last brace. White
 space before calls, and at the end of an answer with calls, is dropped.
 """
 

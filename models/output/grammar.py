@@ -100,7 +100,7 @@ class OutputGrammar:
     begun: str = ""
     forces_calls: bool = False
     opener: CallOpener | None = None
-    """Set if the grammar is that of a call, from behind the opener to the call's end."""
+    """Set if the grammar is that of a call, from after the opener to the call's end."""
 
 
 _OPEN: Final = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}

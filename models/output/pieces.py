@@ -313,7 +313,7 @@ class ReasoningWatch:
         return self._phase is _Phase.REASONING
 
     def accept(self, text: str) -> str:
-        """Takes the next token's text; returns the part of it behind the reasoning."""
+        """Takes the next token's text; returns the part of it after the reasoning."""
         if self.forced():
             self._num_forced += 1
             if self._num_forced == len(self._format.closing_ids):

@@ -25,7 +25,7 @@ class Features:
     rows: mx.array
     """`[num_tokens, width]`, in place of the embeddings of its tokens."""
     deepstack: tuple[mx.array, ...] = ()
-    """Each `[num_tokens, width]`, to be added behind the model's first layers (DeepStack, 2024)."""
+    """Each `[num_tokens, width]`, to be added after the model's first layers (DeepStack, 2024)."""
 
     @property
     def num_bytes(self) -> int:

@@ -102,7 +102,7 @@ class SeeingRope(Module):
 
 
 class DeepstackLayer(Module):
-    """A layer behind which a picture's features are added."""
+    """A layer after which a picture's features are added."""
 
     def __init__(self, inner: Module, inputs: VisionInputs, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -78,7 +78,7 @@ class _Unproven(Exception):
 
 
 def _read_tensors(folder: Path) -> dict[str, mx.array]:
-    """A tower's, lazy, by their names behind the prefix; whatever the files are called."""
+    """A tower's, lazy, by their names after the prefix; whatever the files are called."""
     found = dict[str, mx.array]()
     for file in sorted(folder.glob("*.safetensors")):
         names = [name for name in weights.read_header(file) if name.startswith(_PREFIXES)]

@@ -74,7 +74,7 @@ class PlacedPicture:
 
     @property
     def shift(self) -> int:
-        """Positions behind a picture go on after its longer side, not after its tokens (Qwen2-VL, 2024, M-RoPE)."""
+        """Positions after a picture go on after its longer side, not after its tokens (Qwen2-VL, 2024, M-RoPE)."""
         return max(self.picture.grid) - self.picture.num_tokens
 
 
@@ -92,7 +92,7 @@ class Pictures:
         return tuple((one.start, one.stop) for one in self.placed)
 
     def shift(self, offset: int) -> int:
-        """Added to the offset of a word behind all pictures before `offset`, it gives the word's position."""
+        """Added to the offset of a word after all pictures before `offset`, it gives the word's position."""
         return sum(one.shift for one in self.placed if one.stop <= offset)
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -121,7 +121,7 @@ class Pictures:
         return next((one for one in self.placed if one.start <= offset < one.stop), None)
 
     def next(self, offset: int) -> PlacedPicture | None:
-        """The first picture with a place at or behind `offset`, if any."""
+        """The first picture with a place at or after `offset`, if any."""
         return next((one for one in self.placed if one.stop > offset), None)
 
     def until(self, stop: int) -> "Pictures":
@@ -147,6 +147,6 @@ class SeenChunk:
 
 
 def words_at_end(tokens: TokenArray) -> TokenArray:
-    """What stands behind the last place of a picture."""
+    """What stands after the last place of a picture."""
     places = np.flatnonzero(tokens < -RESERVED)
     return tokens[places[-1] + 1 :] if places.size else tokens

@@ -254,7 +254,7 @@ class QwenTower(Module):
 def _neighbours(
     places: NDArray[np.int64], count: int, side: int
 ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-    """The learned positions before and behind each of `count` places, and the share of each."""
+    """The learned positions before and after each of `count` places, and the share of each."""
     at = np.linspace(0, side - 1, count, dtype=np.float32)[places]
     before = at.astype(np.int64)
     behind = at - before

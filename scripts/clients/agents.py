@@ -55,7 +55,7 @@ class Agent(ABC):
 
     @abstractmethod
     def arguments(self, url: str, model: str) -> Sequence[str]:
-        """Returns the command line behind the program's name."""
+        """Returns the command line after the program's name."""
 
     def environment(self, url: str, model: str) -> Mapping[str, str]:
         """Returns the variables that point it at the server."""

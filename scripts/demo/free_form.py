@@ -1,6 +1,6 @@
 """Grades the demo model on what strangers type: prompts written by hand, kept in `free_form.txt`, by exact rules.
 
-The messages of a conversation are sent one after the other, each behind the model's own answers; the last answer is
+The messages of a conversation are sent one after the other, each after the model's own answers; the last answer is
 graded. An answer is broken if it does not end, is empty, or holds a word that neither the model's world nor the
 conversation has.
 """

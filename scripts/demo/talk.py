@@ -76,7 +76,7 @@ class Talk:
         self.answer({"role": "assistant", "content": f"{before}{text}{self.after}"}, thought)
 
     def answer(self, message: Json, thought: str) -> None:
-        """Adds the assistant's message, in a dialogue that thinks behind its thought.
+        """Adds the assistant's message, in a dialogue that thinks after its thought.
 
         Now and then the thought is cut short, as a budget of thoughts cuts it, for the answer to follow all the same.
         """

@@ -82,7 +82,7 @@ def _call_text(function: Json) -> str:
 
 
 def _begun(message: Json) -> str:
-    """What stands behind the role of an assistant message before the model writes."""
+    """What stands after the role of an assistant message before the model writes."""
     if "reasoning_content" not in message:
         return ""
     return _thought_text(message) if message["is_thought_cut"] else "<think>\n"

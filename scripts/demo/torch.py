@@ -132,7 +132,7 @@ class Network(nn.Module):
         return F.cross_entropy(F.linear(chosen, self.embed_tokens.weight).float(), targets)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits [rows, tokens, vocabulary] behind each token."""
+        """Logits [rows, tokens, vocabulary] after each token."""
         return F.linear(self.norm(self._through_layers(tokens)), self.embed_tokens.weight)
 
     def _through_layers(self, tokens: Tensor) -> Tensor:

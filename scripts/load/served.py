@@ -143,7 +143,7 @@ def cpu_seconds(pid: int) -> float:
     """Returns the processor time that a process has used, in itself and for it in the kernel."""
     stat = Path(f"/proc/{pid}/stat")
     if stat.exists():
-        # The name in parentheses may hold anything, so count from behind it.
+        # The name in parentheses may hold anything, so count from after it.
         fields = stat.read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     minutes, _, seconds = _ps("time=", pid).rpartition(":")

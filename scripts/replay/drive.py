@@ -129,7 +129,7 @@ def _user_start(script: Script, index: int, before: int) -> int:
     """Returns where the last user message starts, as far as the record tells; 0 where it does not.
 
     After a tool call the last user message is still the one of the request before. After the end of a turn, and
-    where nothing is said, the new message comes behind the reply, if the prompt is long enough for both.
+    where nothing is said, the new message comes after the reply, if the prompt is long enough for both.
     """
     if index == 0:
         return 0

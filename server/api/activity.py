@@ -80,7 +80,7 @@ class EventLog:
         return LiveEvent(event_id, name, namespace, {"time": round(self._wall(), 3), **fields})
 
     def listen(self, namespace: str | None, last_id: str | None = None) -> "Listener":
-        """A listener to a namespace, or all, behind the event `last_id` if known, else from now on."""
+        """A listener to a namespace, or all, after the event `last_id` if known, else from now on."""
         was_wanted, self._left_at = self.is_wanted, None
         kept = list(self._events)
         places = [self._id(self._num_published - len(kept)), *(event.id for event in kept)]

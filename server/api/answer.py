@@ -184,7 +184,7 @@ class Run(OpenRequest):
         return event if isinstance(event, Progress) and event.evaluated < num_prompt - 1 else None
 
     def _is_complete(self, finished: Finished) -> bool:
-        """Whether the model ended the answer, or a client's stop string that stands for a marker behind calls."""
+        """Whether the model ended the answer, or a client's stop string that stands for a marker after calls."""
         call_format, text = self.exchange.model.call_format, finished.stop_text
         is_marker = call_format is not None and bool(text) and text in (call_format.close, call_format.end.strip())
         return finished.reason is FinishReason.STOP and (text is None or is_marker)

@@ -42,7 +42,7 @@ Rules: TypeAlias = dict[str, Rule]
 def refused(table: str) -> dict[str, Rule]:
     """The fields of a table, whose lines hold a reason, a colon, and fields; indented lines go on with the fields.
 
-    Behind a field's `=` stand, as JSON and with `|` between them, the values that ask for nothing.
+    After a field's `=` stand, as JSON and with `|` between them, the values that ask for nothing.
     """
     lines = (line.partition(": ") for line in re.sub("\n +", " ", dedent(table).strip()).splitlines())
     named = ((why, field.partition("=")) for why, _, fields in lines for field in fields.split())

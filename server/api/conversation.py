@@ -212,7 +212,7 @@ def read_arguments(text: str) -> Any:
 
 
 def first_unanswered(messages: Sequence[Any]) -> int:
-    """Where what the person says last begins in unchecked messages or items; their number behind a result."""
+    """Where what the person says last begins in unchecked messages or items; their number after a result."""
     start = len(messages)
     while start and _role_of(messages[start - 1]) in ("user", "system", "developer"):
         start -= 1

@@ -4,7 +4,7 @@ Always, without changing what the model reads: constant headers, tools and calls
 with `--heal`, since the model reads something else:
 * `git`: a system message that differs in a few lines from an earlier one is shown as that, and a note before the
   newest message, kept where it stood, has the lines;
-* `system`: a long system message right behind the first message of the user goes before that;
+* `system`: a long system message right after the first message of the user goes before that;
 * `compaction`: a request without tools that goes on with a conversation that had tools is shown with them, and may
   not call them. A client that says that it compacts needs no `--heal` for that.
 
@@ -42,7 +42,7 @@ MAX_COMPARED_LINES: Final = 1000
 MAX_NOTES: Final = 16
 """Of one conversation; with more, its system message is shown as sent."""
 MIN_SYSTEM_CHARACTERS: Final = 1000
-"""A shorter system message behind the user's first one stays there."""
+"""A shorter system message after the user's first one stays there."""
 _CHANGED: Final = (
     "The instructions at the beginning have changed. In place of these lines:\n{}\nthey now have these:\n{}"
 )
@@ -68,7 +68,7 @@ def changed_lines(base: str, text: str) -> tuple[int, str] | None:
 
 
 def system_in_front(messages: Sequence[Message]) -> tuple[list[Message], list[Heal]]:
-    """With long system messages behind the user's first message before that."""
+    """With long system messages after the user's first message before that."""
     start = num_leading_system(messages)
     stop = start + 1 + num_leading_system(messages[start + 1 :])
     behind = messages[start + 1 : stop]
@@ -176,7 +176,7 @@ def has_replies(messages: Sequence[Message]) -> bool:
 
 
 def _newest(messages: Sequence[Message]) -> int:
-    """Where the user's newest messages begin; the end behind a tool's result."""
+    """Where the user's newest messages begin; the end after a tool's result."""
     place = len(messages)
     while place and messages[place - 1]["role"] == "user":
         place -= 1

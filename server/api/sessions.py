@@ -304,7 +304,7 @@ def _candidates(body: Mapping[str, Any], headers: Mapping[str, str]) -> Iterator
 
 
 def _session_in_user_id(user_id: Any) -> Any:
-    """Agents put the session into a user's name: as JSON with a `session_id`, or behind `_session_`."""
+    """Agents put the session into a user's name: as JSON with a `session_id`, or after `_session_`."""
     if not isinstance(user_id, str):
         return None
     suffix = _SESSION_SUFFIX.search(user_id)

@@ -228,7 +228,7 @@ def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
 def _excerpt(text: str, start: int) -> Text:
     word = next(match for match in re.finditer(r"\S+|\s+|\Z", text) if match.end() > start or not match[0])
     begin = max(0, word.start() - LEAD_CHARACTERS)
-    # No half word: the next one begins behind a space, if there is one.
+    # No half word: the next one begins after a space, if there is one.
     begin += text[begin : word.start()].find(" ") + 1 if begin and not text[begin - 1].isspace() else 0
     lead = text[begin : word.start()]
     excerpt = Text("…" if begin else "", no_wrap=True, overflow="ellipsis")

@@ -158,6 +158,6 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _named(arguments: Sequence[str]) -> str:
-    """The command that arguments begin with, behind a space. A flag without its value does not say it."""
+    """The command that arguments begin with, after a space. A flag without its value does not say it."""
     commands = (" ".join(arguments[:number]) for number in (2, 1))
     return next((f" {words}" for words in commands if words in COMMANDS), "")

@@ -92,7 +92,7 @@ def healed(previous: EvaluatedTurn | None, request: Rendered, heals: Sequence[He
     for kind, index, share, is_new in heals if request.outline.starts else ():
         start, text_end, end = starts[index : index + 3]
         if kind is HealKind.CALLS and end > num_known:
-            # A message's calls stand behind its text, where the outline has the next one begin.
+            # A message's calls stand after its text, where the outline has the next one begin.
             saved.append(last - max(text_end, num_known))
         elif share is not None and is_new:
             saved.append(hit - start - int(share * (text_end - start)))

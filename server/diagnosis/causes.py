@@ -123,7 +123,7 @@ class Miss:
     """Whole words around the change."""
     after: str = ""
     lost_tokens: int = 0
-    """0 for a change behind another one."""
+    """0 for a change after another one."""
     missing_bytes: int | None = None
     """Memory that would have kept evicted state, if known."""
     cure: str = field(default="", init=False)
@@ -151,7 +151,7 @@ class Heal(NamedTuple):
     kind: HealKind
     message_index: int
     share: float | None = None
-    """How much of the message is before the difference; None for calls, which stand behind the text."""
+    """How much of the message is before the difference; None for calls, which stand after the text."""
     is_new: bool = False
     """Whether no earlier request was healed so; of calls the last turn tells."""
 

@@ -26,7 +26,7 @@ from server.diagnosis.words import (
 )
 
 MAX_ALIGNED = 400
-"""With more messages behind the first difference, only that difference is searched."""
+"""With more messages after the first difference, only that difference is searched."""
 SIMILAR = 0.5
 """Versions of one message have this share of the longer text in common."""
 MAX_COMPARED_CHARACTERS = 1 << 16

@@ -86,7 +86,7 @@ _ADDRESS = re.compile(
 )
 _NUMBER = re.compile(r"[-+]?\d+(?:[,._]\d+)*(?:\s?%)?(?![A-Za-z\d])")
 _FIGURE = re.compile(r"\d\s?%|^\s*[\[(<{][^\])>}]*\d[^\[(<{]*[\])>}]\s*$|\w:\s*[$€£]?\d")
-"""A percentage, a note in brackets that holds a number, or a number behind its name."""
+"""A percentage, a note in brackets that holds a number, or a number after its name."""
 _WORD = re.compile(r"[A-Za-z0-9_+/~-]+")
 _WORD_THERE = re.compile(r".?\s*\S*", re.DOTALL)
 _QUOTES = str.maketrans("“”„‟«»‘’‚‛–—‐‑", '"' * 6 + "'" * 4 + "-" * 4)

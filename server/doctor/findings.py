@@ -28,7 +28,7 @@ class Loss:
     """From 1."""
     miss: Miss
     tokens: int
-    """0 behind another change."""
+    """0 after another change."""
     seconds: float | None = None
     """None where no speed is known."""
 
@@ -41,7 +41,7 @@ class Finding:
     where: str
     turns: int
     tokens: int
-    """0 behind another change, which costs all that follows."""
+    """0 after another change, which costs all that follows."""
     seconds: float | None
     before: str
     after: str

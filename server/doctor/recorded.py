@@ -198,7 +198,7 @@ def outline_of(prompt: Prompt) -> Outline:
 
 
 def _texts(prompt: Prompt) -> list[str]:
-    """The tools, and each message; templates show their arguments behind the first system messages, or later."""
+    """The tools, and each message; templates show their arguments after the first system messages, or later."""
     texts = [f"\0{part.role}\0{part.shown}{' '.join(part.call_ids)}" for part in prompt.parts]
     first = min(prompt.num_head, len(texts) - 1)
     return [prompt.tools_text, *texts[:first], prompt.arguments + texts[first], *texts[first + 1 :]]

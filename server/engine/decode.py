@@ -6,7 +6,7 @@
   that they bind first, as the opener of a call does, is sampled a second time;
 * *read*: a long step, which feeds several tokens of a row (`models/inference/row.py`), at once; others a step later;
 * *settle*: a token joins the lease's log once it is known, and before it is evaluated a second time. In a long step
-  rejected tokens leave the layer caches: between steps these and the log hold the same, and nothing behind an end;
+  rejected tokens leave the layer caches: between steps these and the log hold the same, and nothing after an end;
 * *recover*: every row of a failed step loses its live state and is replayed from the trie, alone until a step
   succeeds. A row that fails alone is at fault and ends.
 
@@ -149,7 +149,7 @@ class DecodePipeline:
         return [one for one, draft in zip(sequences, drafts, strict=True) if self._is_given(one, draft)]
 
     def _limit(self, sequence: Sequence) -> int:
-        """The longest draft, in tokens: the sample behind the last one still fits."""
+        """The longest draft, in tokens: the sample after the last one still fits."""
         num_known, lease = sequence.needed, sequence.lease
         if not sequence.is_drafted_for or num_known > MAX_KNOWN_TOKENS or lease is None:
             return 0
@@ -206,7 +206,7 @@ class DecodePipeline:
             self._runner.start(step)
 
     def _force(self, sequence: Sequence, generated: list[int]) -> None:
-        """Has a row sample on behind `generated`, whatever was sampled."""
+        """Has a row sample on after `generated`, whatever was sampled."""
         self._runner.force(sequence.row, prompt=sequence.request.tokens, generated=generated)
 
     # -- sample
@@ -278,7 +278,7 @@ class DecodePipeline:
         return accepted
 
     def _try_force(self, sequence: Sequence) -> None:
-        """Has a row sample on behind the output, whose last token was not sampled."""
+        """Has a row sample on after the output, whose last token was not sampled."""
         try:
             self._force(sequence, sequence.output.tokens)
         except Exception as error:  # of the device, while penalties are made anew

@@ -55,7 +55,7 @@ class GrammarConstraint:
         return not self.is_thinking and self._matcher.is_complete
 
     def accept(self, token: int, answer: str) -> None:
-        """Takes the next token; `answer` is its text behind the reasoning, which has accepted it already."""
+        """Takes the next token; `answer` is its text after the reasoning, which has accepted it already."""
         begins_reasoning = not self.is_thinking and token == self._reasoning_start
         self._reasoning_start = None
         if begins_reasoning:
@@ -88,7 +88,7 @@ class GrammarConstraint:
         return () if self.is_thinking or self._reasoning_start is not None else self._matcher.forced()
 
     def masks_along(self, draft: Sequence[int]) -> list[MaskWords]:
-        """Which tokens may come next, and behind each of `draft` up to one that may not come or ends the answer.
+        """Which tokens may come next, and after each of `draft` up to one that may not come or ends the answer.
 
         The masks hold while `is_thinking` stays as it is. Raises GrammarFailed if the first is unknown.
         """
@@ -115,14 +115,14 @@ _MAX_OPENER = 256
 
 
 class CallConstraint(GrammarConstraint):
-    """Binds each call of an answer from behind its opener to its end. A grammar that fails lets its call go free."""
+    """Binds each call of an answer from after its opener to its end. A grammar that fails lets its call go free."""
 
     def __init__(self, grammar: OutputGrammar, opener: CallOpener) -> None:
         super().__init__(replace(grammar, begun=""), None)
         self.is_binding = False
         self._compiled, self._opener = grammar.compiled, opener
         self._text = ""
-        """The end of the answer's text behind the last call."""
+        """The end of the answer's text after the last call."""
         self._look(grammar.begun)
 
     @property
@@ -131,7 +131,7 @@ class CallConstraint(GrammarConstraint):
         return False
 
     def accept(self, token: int, answer: str) -> None:
-        """Takes the next token; `answer` is its text behind the reasoning, in which nothing is bound."""
+        """Takes the next token; `answer` is its text after the reasoning, in which nothing is bound."""
         if self.is_binding:
             self._matcher.accept(token)
             self.is_binding = not self._matcher.is_complete
@@ -202,7 +202,7 @@ class Output:
         self.reason: FinishReason | None = None
         self.stop_token: int | None = None
         self.stop_text: str | None = None
-        """Nothing behind it is emitted."""
+        """Nothing after it is emitted."""
         self.is_loop = False
         """A loop has ended the output."""
         self._request = request
@@ -233,9 +233,9 @@ class Output:
         return self._grammar is not None and self._grammar.is_binding and self.reason is None
 
     def masks_along(self, draft: Sequence[int]) -> list[MaskWords | None]:
-        """Which tokens may come next, and behind each of `draft`, up to one that may not come or ends the output.
+        """Which tokens may come next, and after each of `draft`, up to one that may not come or ends the output.
 
-        None where any may. Behind an end nothing is sampled, but the end itself may be evaluated ahead. Raises
+        None where any may. After an end nothing is sampled, but the end itself may be evaluated ahead. Raises
         GrammarFailed.
         """
         if self._grammar is not None and self.is_bound:

@@ -113,7 +113,7 @@ class GenerationRequest(GenerationOptions):
     single_call: tuple[CallFormat, DeclaredTools] | None = None
     """What calls are read by, where the output ends after the first one."""
     grammar: OutputGrammar | None = None
-    """The grammar of the answer behind its reasoning."""
+    """The grammar of the answer after its reasoning."""
     quotable: tuple[TokenArray, ...] = ()
     """New tool results as calls quote them: texts for drafts, as the prompt is."""
 
@@ -205,7 +205,7 @@ class Finished:
     """Without markers; None where reasoning is not told apart."""
     stop_token: int | None = None
     rest: Delta = Delta("", ())
-    """Tokens without text behind the last delta."""
+    """Tokens without text after the last delta."""
     scored: tuple[TokenLogprob, ...] = ()
     """Log-probabilities of all prompt tokens but the first, where the request asks."""
     accepted_prediction_tokens: int | None = None

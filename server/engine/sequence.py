@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_TOKEN = -1
-"""Stands behind a prompt that is evaluated to its end; equal to no token."""
+"""Stands after a prompt that is evaluated to its end; equal to no token."""
 
 SEED_BITS = 63
 RELIEF_FAULTS = 2
@@ -132,7 +132,7 @@ class Sequence(Scheduled):
 
     @property
     def may_launch(self) -> bool:
-        """The output goes on behind the step under way, which samples the next token of a row without known ones."""
+        """The output goes on after the step under way, which samples the next token of a row without known ones."""
         num_sampled = len(self.output.tokens) + (not self.row.known)
         return self.output.reason is None and num_sampled < self.request.max_tokens
 
@@ -206,7 +206,7 @@ class Sequence(Scheduled):
             events += self._push(token, now, logprob(token, place))
             row.known.append(token)
             row.is_forced = token != sample
-            # Behind a change of what binds the output, samples were drawn within a wrong mask.
+            # After a change of what binds the output, samples were drawn within a wrong mask.
             if token != drafted or (output.reason is None and output.follows_grammar != follows_grammar):
                 break
             num_accepted += 1

@@ -261,7 +261,7 @@ class Worker:
         """The tokens to evaluate in one call.
 
         While the sequence is alone that depends on the position only: what is restored of a prompt changes no end of
-        a chunk behind it, unless the rest fits into one (`chunk_end`).
+        a chunk after it, unless the rest fits into one (`chunk_end`).
         """
         if sequence.request.prompt_logprobs is not None:
             return min(self._chunk_tokens, MAX_SCORED_TOKENS)

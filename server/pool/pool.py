@@ -3,7 +3,7 @@
 Models are compared by `ModelSource.id`. A held model is never unloaded, and has its due budget for state. Models are
 loaded and unloaded one at a time in the order of the requests, and once for all who wait. Others are unloaded for one
 only when its files are in order and it is known to fit. A model to be unloaded takes no more requests: new ones wait
-behind the model that waits for its memory.
+after the model that waits for its memory.
 """
 
 import asyncio

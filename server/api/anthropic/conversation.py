@@ -37,7 +37,7 @@ _EFFORTS: Final = {"xhigh": "high", "max": "high"}
 
 
 class CacheControl(BodyModel):
-    """Makes the prompt restorable behind what holds this."""
+    """Makes the prompt restorable after what holds this."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -45,7 +45,7 @@ class CacheControl(BodyModel):
 
 
 class MarkedBody(BodyModel):
-    """What the prompt may be restorable behind."""
+    """What the prompt may be restorable after."""
 
     cache_control: CacheControl | None = None
 

@@ -218,7 +218,7 @@ STOP_TYPES = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit", FinishReas
 IN_COMPLETION: Rules = {name: rule for name, rule in IN_TEXT.items() if name != "return_tokens"} | refused("""
     there is one answer to one prompt; /v1/completions gives several: n=1
     its name here is return_tokens: return_token_ids=false
-    an answer has the text behind the prompt, and its tokens: echo=false logprobs
+    an answer has the text after the prompt, and its tokens: echo=false logprobs
     prompts are text only: image_data=[]
 """)
 

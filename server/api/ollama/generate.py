@@ -143,7 +143,7 @@ _SAMPLE: Final = _messages(("user", "a"), ("assistant", _REPLY))
 
 
 def _follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -> RenderedPrompt:
-    """The prompt of the messages `asked` behind the tokens `context`; raises ApiError (400)."""
+    """The prompt of the messages `asked` after the tokens `context`; raises ApiError (400)."""
     check_token_ids(context, model.vocab_size, "context")
     text = replace(asked, messages=[*_SAMPLE, *asked.messages]).render().text
     _, marker, following = text.partition(_REPLY)

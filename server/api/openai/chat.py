@@ -85,7 +85,7 @@ class ContentPart(BodyModel):
     type: Literal["text", "thinking"]
     text: str
     cache_control: dict[str, Any] | None = None
-    """Any object makes the prompt restorable behind this."""
+    """Any object makes the prompt restorable after this."""
 
 
 class FunctionCall(BodyModel):

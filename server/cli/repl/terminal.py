@@ -66,7 +66,7 @@ class Screen:
         self._write(self._wrap.feed(said.text))
 
     def end(self, mark: str = "") -> None:
-        """Ends an answer's line, with `mark` behind the last word."""
+        """Ends an answer's line, with `mark` after the last word."""
         self._write(f"{self._wrap.finish()}{mark}{self._reset if self._is_reasoning else ''}\n")
         self._wrap, self._is_reasoning = WordWrap(self._columns), False
 

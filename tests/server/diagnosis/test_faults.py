@@ -345,7 +345,7 @@ def test_conversations_that_differ_early_are_told_to_put_it_last(
     ):
         (finding,) = found
         assert (finding.cause, finding.where, finding.turns) == (Cause.EARLY, "system message", 1)
-        assert finding.tokens > 128 and "behind all that they share" in finding.cure
+        assert finding.tokens > 128 and "after all that they share" in finding.cure
 
 
 def text(words: str) -> Body:
