@@ -6,11 +6,14 @@ and no address but the server's.
 
 import json
 import os
+import struct
 import subprocess
 import tempfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from scripts.clients.scripted_server import Reply, ScriptedEngine
@@ -37,6 +40,27 @@ def launch_variables(name: str, url: str, model: str) -> dict[str, str]:
     return environment_of(RECIPES[name], _target(url, model), {})
 
 
+def _png() -> bytes:
+    """A picture of one pixel."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)
+    image = zlib.compress(b"\0\xff\0\0")
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", image) + chunk(b"IEND", b"")
+
+
+PNG = _png()
+PDF = b"""%PDF-1.4
+1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj
+2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj
+3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 72 72]>>endobj
+trailer<</Root 1 0 R>>
+%%EOF
+"""
+
+
 class AgentFailed(Exception):
     """An agent did not do its task; the message says what was seen."""
 
@@ -48,6 +72,8 @@ class Agent(ABC):
     package: str
     """Its package on npm."""
     program: str
+    files: Mapping[str, bytes] = MappingProxyType({})
+    """What the folder holds, besides the file to be edited."""
 
     @abstractmethod
     def replies(self, file: Path) -> Sequence[Reply]:
@@ -56,6 +82,10 @@ class Agent(ABC):
     @abstractmethod
     def arguments(self, url: str, model: str) -> Sequence[str]:
         """Returns the command line after the program's name."""
+
+    def goes_on(self, url: str, model: str) -> Sequence[str] | None:
+        """Returns the command line of a second run, which continues the first; None for none."""
+        return None
 
     def environment(self, url: str, model: str) -> Mapping[str, str]:
         """Returns the variables that point it at the server."""
@@ -125,6 +155,22 @@ class ClaudeCode(Agent):
         }
 
 
+class ClaudeMedia(ClaudeCode):
+    """Claude Code that reads a picture and a document, edits, and is continued with both in its history."""
+
+    name = "claude-media"
+    files = MappingProxyType({"picture.png": PNG, "paper.pdf": PDF})
+
+    def replies(self, file: Path) -> Sequence[Reply]:
+        """Reads them before it reads and edits the file."""
+        media = [Reply("", "Read", {"file_path": str(file.with_name(name))}) for name in self.files]
+        return [*media, *super().replies(file)]
+
+    def goes_on(self, url: str, model: str) -> Sequence[str]:
+        """Continues the session."""
+        return ["--continue", *self.arguments(url, model)]
+
+
 class Codex(Agent):
     """Codex, by OpenAI's Responses."""
 
@@ -183,7 +229,7 @@ class QwenCode(Agent):
         return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": model}
 
 
-AGENTS: Sequence[Agent] = (OpenCode(), ClaudeCode(), Codex(), CodexPatch(), QwenCode())
+AGENTS: Sequence[Agent] = (OpenCode(), ClaudeCode(), ClaudeMedia(), Codex(), CodexPatch(), QwenCode())
 
 
 class Installed(Protocol):
@@ -212,24 +258,31 @@ def prove(agent: Agent, program: Path, url: str, model: str, engine: ScriptedEng
         work.mkdir()
         file = work / "greeting.py"
         file.write_text(BEFORE)
+        for file_name, content in agent.files.items():
+            (work / file_name).write_bytes(content)
         engine.begin(agent.replies(file))
-        output = _run(agent, program, url, model, home, work)
+        output = _run(program, agent.arguments(url, model), agent.environment(url, model), home, work)
         if file.read_text() != AFTER:
             raise AgentFailed(f"the file was not edited; {len(engine.answered())} requests, and it said:\n{output}")
+        if (more := agent.goes_on(url, model)) is not None:
+            _run(program, more, agent.environment(url, model), home, work)
+    if engine.refusals:
+        raise AgentFailed(f"refused: {', '.join(engine.refusals)}")
     share = engine.reused_share()
     if share < REUSED_SHARE:
         raise AgentFailed(f"{share:.1%} of the known prompt tokens were reused; {REUSED_SHARE:.0%} are wanted")
     longest = max(len(exchange.prompt) for exchange in engine.answered())
-    return f"{len(engine.answered())} requests of up to {longest} tokens, {share:.1%} of what was known reused"
+    counts = f"{len(engine.answered())} requests of up to {longest} tokens, {share:.1%} of what was known reused"
+    return f"{counts}, {engine.num_again()} tokens evaluated beyond new text"
 
 
-def _run(agent: Agent, program: Path, url: str, model: str, home: Path, work: Path) -> str:
+def _run(program: Path, arguments: Sequence[str], environment: Mapping[str, str], home: Path, work: Path) -> str:
     variables = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_COLOR": "1", "NO_PROXY": "127.0.0.1"}
     try:
         done = subprocess.run(
-            [str(program), *agent.arguments(url, model)],
+            [str(program), *arguments],
             cwd=work,
-            env={**variables, **agent.environment(url, model)},
+            env={**variables, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -139,6 +139,22 @@ class ScriptedEngine:
             if index >= start and not exchange.is_idle_work
         )
 
+    def num_again(self) -> int:
+        """Returns about how many evaluated tokens of prompts are of lines that earlier requests or replies had.
+
+        Others are new text. What is told twice, as by reading a file again, counts too.
+        """
+        seen, total = set[str](), 0.0
+        for exchange in self.exchanges:
+            if exchange.is_idle_work:
+                continue
+            fresh = exchange.prompt[exchange.cached_tokens :].tolist()
+            lines = self._decode(fresh).splitlines()
+            again = sum(len(line) + 1 for line in lines if line in seen)
+            total += len(fresh) * again / max(sum(len(line) + 1 for line in lines), 1)
+            seen.update(line for line in self._decode(exchange.known().tolist()).splitlines() if len(line) > 20)
+        return round(total)
+
     def _num_known(self, index: int) -> int:
         prompt = self.exchanges[index].prompt
         return max((_common(prompt, earlier.known()) for earlier in self.exchanges[:index]), default=0)

@@ -174,7 +174,12 @@ class Conversation:
         return replace(prefix, outline=replace(outline, starts=outline.starts[own], roles=outline.roles[own]))
 
     def without_note(self, index: int, text: str) -> "Conversation":
-        """The conversation with a message that has this text, or that is left out if it has none."""
+        """The conversation with a message that has this text, or that is left out if it has none.
+
+        Unchanged for a message with pictures.
+        """
+        if any("picture" in part for part in self.messages[index].get("content") or ()):
+            return self
         message = [{**self.messages[index], "content": [{"text": text}]}] if text else []
         return replace(self, messages=[*self.messages[:index], *message, *self.messages[index + 1 :]])
 

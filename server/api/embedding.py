@@ -1,8 +1,11 @@
 """Reads texts and writes vectors, for all dialects."""
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,9 +20,25 @@ from server.engine.engine import Engine
 from server.engine.request import TokenArray
 from server.pool.served import ServedModel
 
+logger = logging.getLogger(__name__)
+
 MAX_TEXTS = 2048
 MAX_TOKENS = 300_000
 """Of all texts of one request, as OpenAI has it."""
+
+
+MAX_COMPARED_IDS = 256
+MAX_OTHER_IDS = 2
+"""Of ids that the model's own tokenizer made: the special ones around a text."""
+
+
+@cache
+def _warn_of_foreign_ids(model_id: str) -> None:
+    """Once, since every text of such a client has them."""
+    why = "as of LangChain, where check_embedding_ctx_length=False sends texts"
+    logger.warning(
+        "%s gets token ids that seem to be another tokenizer's, %s: its vectors mean nothing", model_id, why
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +86,8 @@ class TextReader:
         else:
             check_token_ids(text, self.model.vocab_size, place)
             tokens = list(text)
+            if self._are_foreign(tokens[:MAX_COMPARED_IDS]):
+                _warn_of_foreign_ids(self.model.id)
         if not tokens:
             raise wrong(place, "it is empty")
         return self._taken(tokens, place)
@@ -76,6 +97,11 @@ class TextReader:
         tokenize = self.model.renderer.tokenize
         tokens = self._tokens(text, place, parse_special=False)
         return self._taken([*tokenize(JUDGED_PREFIX), *tokens, *tokenize(JUDGED_SUFFIX)], place)
+
+    def _are_foreign(self, ids: list[int]) -> bool:
+        """Whether the tokenizer makes other tokens of the text that the ids stand for."""
+        own = self.model.renderer.tokenize(self.model.token_texts.text(ids))
+        return (Counter(ids) - Counter(own)).total() > MAX_OTHER_IDS
 
     def _tokens(self, text: str, place: str, **options: bool) -> list[int]:
         limit = self.model.context_tokens

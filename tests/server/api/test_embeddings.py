@@ -3,6 +3,7 @@
 import base64
 import json
 import logging
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,7 +29,7 @@ from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
 from tests.support.apps import create_app
 from tests.support.docs import fields
-from tests.support.fake_engine import FakeEngine, fake_model
+from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
 
 ROOT = Path(__file__).parents[3]
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
@@ -71,6 +72,23 @@ def test_a_text_may_be_alone_or_tokens(given: Any, taken: list[list[int]]) -> No
     engine = FakeEngine()
     post(client_of(engine), input=given)
     assert engine.embedded[0][0] == taken
+
+
+def test_ids_of_another_tokenizer_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Joining(FakeRenderer):
+        """Its tokenizer makes one token of two equal letters, which are never two tokens then."""
+
+        def tokenize(self, text: str, **options: Any) -> list[int]:
+            return [256 + ord(pair[0]) if len(pair) > 1 else ord(pair) for pair in re.findall(r"aa|.", text)]
+
+    embedding._warn_of_foreign_ids.cache_clear()
+    client = client_of(FakeEngine(), renderer=Joining())
+    post(client, input=[codes("abcabc"), codes("aabcd")])
+    assert not caplog.records
+    for _ in range(2):
+        post(client, input=[codes("xaaaab")])
+    (told,) = [one.getMessage() for one in caplog.records if one.name == "server.api.embedding"]
+    assert "check_embedding_ctx_length=False" in told
 
 
 def test_numbers_and_base64_say_the_same() -> None:
