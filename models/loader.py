@@ -40,7 +40,7 @@ from models.output.call_formats import HARMONY, CallFormat, find_call_format
 from models.output.detokenizer import Detokenizer, markers
 from models.output.pieces import HARMONY_REASONING, ReasoningFormat, find_reasoning_format
 from models.precision import Precision, choose_precision, convert, parameters_of
-from models.vision.loading import Vision, load_vision
+from models.vision.loading import Vision, keep_vision, load_vision
 
 logger = logging.getLogger(__name__)
 
@@ -323,6 +323,7 @@ def convert_weights(
             done_bytes += array.nbytes
             tell(done_bytes, total_bytes)
         save(target, path, model, open_tokenizer(path, name, config), config)
+        keep_vision(path, target)
         if mtp is not None:
             mx.save_safetensors(str(target / weights.MTP_FILE), tensors_of(mtp))
 

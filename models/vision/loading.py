@@ -4,7 +4,9 @@ Tensors tell whether a folder has a tower: conversions drop the tower, or its co
 wrapped last, once nothing more goes by the names of their parameters.
 """
 
+import json
 import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +29,7 @@ from models.vision.qwen import QwenImages, QwenTower
 logger = logging.getLogger(__name__)
 
 _FAMILIES: Final = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _PREFIXES: Final = ("model.visual.", "visual.", "model.vision_tower.", "vision_tower.")
 
 
@@ -87,6 +90,22 @@ def _read_tensors(folder: Path) -> dict[str, mx.array]:
             prefix = next(prefix for prefix in _PREFIXES if name.startswith(prefix))
             found[name.removeprefix(prefix)] = tensors[name]
     return found
+
+
+def keep_vision(folder: Path, target: Path) -> None:
+    """Copies a model's tower and its configuration to the folder of a conversion, beside the text model."""
+    tensors = _read_tensors(folder)
+    config = weights.read_json(folder / "config.json")
+    if not tensors or config.get("model_type") not in _FAMILIES:
+        return
+    named = {f"vision_tower.{name}": array for name, array in tensors.items()}
+    mx.save_safetensors(str(target / "model-vision.safetensors"), named, metadata={"format": "mlx"})
+    told = {name: config[name] for name in ("vision_config", "image_token_id") if name in config}
+    written = weights.read_json(target / "config.json")
+    (target / "config.json").write_text(json.dumps({**written, **told}, indent=4), encoding="utf-8")
+    for name in _PROCESSOR_FILES:
+        if (folder / name).is_file():
+            shutil.copy(folder / name, target / name)
 
 
 def _tower(config: Mapping[str, Any], images: QwenImages, tensors: dict[str, mx.array]) -> QwenTower:

@@ -20,7 +20,7 @@ from models.texts import read_object
 from server.api.bodies import media_of
 from server.api.errors import ApiError, Code, wrong
 from server.api.healing import Healing
-from server.api.images import UNREAD, GivenImage, image_part, refuse_media, with_pictures
+from server.api.images import UNREAD, image_part, refuse_media, with_pictures
 from server.diagnosis.causes import Heal
 from server.diagnosis.prompt import Prompt, prompt_of
 from server.engine.request import GenerationRequest, Priority
@@ -265,15 +265,10 @@ def _new_part(part: Any, place: tuple[str, int, int]) -> Any:
     return image_part(part, place)
 
 
-def refuse_new_media(messages: Any, param: str = "messages") -> Any:
-    """As `mark_new_images`, where images are not read either."""
-    for message in mark_new_images(messages, param) if isinstance(messages, list) else ():
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            given = part.get("image") if isinstance(part, Mapping) else None
-            if isinstance(given, GivenImage) and given.place is not None:
-                raise refuse_media(given.place, "image")
-    return messages
+def check_new_media(items: Any, param: str, model: ServedModel) -> None:
+    """Raises ApiError (400) for what the model does not read in what the person says last."""
+    if isinstance(items, list):
+        with_pictures([one for one in mark_new_images(items, param) if isinstance(one, Mapping)], model)
 
 
 def can_continue(model: ServedModel) -> bool:

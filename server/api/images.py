@@ -50,7 +50,7 @@ def with_pictures(messages: Sequence[Message], model: ServedModel) -> Sequence[M
 
     def opened(message: Message, part: Mapping[str, Any]) -> Mapping[str, Any]:
         nonlocal num_new
-        given = part.get("image")
+        given = part.get("image") if isinstance(part, Mapping) else None
         if not isinstance(given, GivenImage):
             return part
         num_new += given.place is not None

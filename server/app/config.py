@@ -62,7 +62,8 @@ class ServerConfig:
     bind_calls: str = "strict"
     loop_guard: bool = False
     chunk_tokens: int = 256
-    max_body_bytes: int = 32 * MEBIBYTE
+    max_image_tokens: int | None = None
+    max_body_bytes: int = 64 * MEBIBYTE
     api_key: str | None = field(default=None, repr=False)
     allowed_hosts: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()

@@ -233,7 +233,7 @@ def _load(
         if draft is not None:
             left_bytes = None if float32_bytes is None else max(float32_bytes - _weights_bytes(loaded), 0)
             loaded = with_draft(loaded, draft.path, draft.name, max_float32_bytes=left_bytes, tell=tell)
-        return with_vision(_with_adapters(loaded, config, tell), _max_image_tokens())
+        return with_vision(_with_adapters(loaded, config, tell), config.max_image_tokens or _max_image_tokens())
     except BaseException:
         _release(loaded)
         raise

@@ -104,7 +104,7 @@ async def props(request: Request) -> Response:
         total_slots=context_of(request).config.slots,
         model_alias=model.id,
         model_path=model.id,
-        modalities={"vision": False, "audio": False},
+        modalities={"vision": model.vision is not None, "audio": False},
         build_info=PRODUCT,
     )
     return JsonBody(body)

@@ -175,7 +175,11 @@ def _stored(model: ListedModel) -> StoredModel | None:
 def _capabilities(model: ListedModel) -> list[str]:
     # Without "tools" if calls would come as text, and where only loading tells.
     served = model if isinstance(model, ServedModel) else None
-    can = {"tools": served and served.tool_calls == "parsed", "thinking": served and thinks(served)}
+    can = {
+        "vision": served and served.vision is not None,
+        "tools": served and served.tool_calls == "parsed",
+        "thinking": served and thinks(served),
+    }
     return ["completion", *(name for name, is_there in can.items() if is_there)]
 
 

@@ -33,7 +33,7 @@ from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operat
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
 from server.api.generation import Options, options_sampling
-from server.api.images import UNREAD
+from server.api.images import image_part
 from server.api.params import GenerationParams, Incoming, ask, check_token_ids, question_of
 from server.api.record import CacheBody, cache_of
 from server.api.wire import Payload, json_text
@@ -155,7 +155,7 @@ def _follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) 
     return RenderedPrompt(tokens, (end,), model.token_texts.text(context) + following)
 
 
-IN_MESSAGE: Rules = refused("no model here takes images, only text: images=[]")
+IN_MESSAGE: Rules = refused("this model takes no images, only text: images=[]")
 IN_BOTH: Rules = refused("""
     answers hold text, without data on single tokens: logprobs=false top_logprobs=0
     a prompt is only shown with an answer to it: _debug_render_only=false
@@ -164,7 +164,7 @@ IN_BOTH: Rules = refused("""
 
 IN_GENERATE: Rules = (
     IN_BOTH
-    | IN_MESSAGE
+    | refused("images are taken by /api/chat only: images=[]")
     | refused("""
     no model here fills in what stands before a text: suffix=""
     prompts are made by the model's own template; send a whole prompt with raw: template=""
@@ -420,12 +420,13 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
         return _answer_loading(context, body, {"message": _MESSAGE})
     model = find_named(context.pool.find, body.model)
     shows = shows_tools(model, body.tools, forbids_calls=False)
-    for index in range(first_unanswered(incoming.fields["messages"]), len(body.messages)):
+    first_new = first_unanswered(incoming.fields["messages"])
+    for index in range(first_new, len(body.messages) if model.vision is None else 0):
         refuse_fields(body.messages[index].model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     last = body.messages[-1]
     conversation = Conversation(
         model.renderer,
-        messages=list(map(_template_message, body.messages)),
+        messages=[_template_message(one, index, first_new) for index, one in enumerate(body.messages)],
         tools=incoming.fields["tools"] if shows else (),
         template_arguments=_template_arguments(body, model),
         namespace=incoming.namespace(),
@@ -435,12 +436,16 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     return _ChatExchange(body, ask(incoming, model, conversation, _read_params(body, model)))
 
 
-def _template_message(message: OllamaMessage) -> Message:
+def _template_message(message: OllamaMessage, index: int = 0, first_new: int = 1) -> Message:
     shown = {"tool_name", "tool_call_id", "thinking", "tool_calls"}
     given = message.model_dump(include=shown, exclude_none=True, by_alias=True)
     images = (message.model_extra or {}).get("images")
-    unread = [UNREAD.format("image")] * len(images) if isinstance(images, list) else []
-    said = [{"text": text} for text in (message.content, *unread) if text]
+    place = ("messages", index) if index >= first_new else None
+    shown_images = [
+        image_part({"data": image}, place and (*place, number))
+        for number, image in enumerate(images if isinstance(images, list) else ())
+    ]
+    said = [*([{"text": message.content}] if message.content else []), *shown_images]
     return {"role": message.role, "content": said, **{name: value for name, value in given.items() if value}}
 
 

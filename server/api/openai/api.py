@@ -285,7 +285,9 @@ def _lm_studio_model(model: ListedModel) -> Payload:
     """One model in LM Studio's words."""
     facts, is_loaded, (publisher, _, name) = model.facts, isinstance(model, ServedModel), model.id.rpartition("/")
     bits, config = facts.weight_format.removesuffix("-bit"), {"context_length": model.context_tokens}
-    can = {"vision": False, "trained_for_tool_use": isinstance(model, ServedModel) and model.tool_calls == "parsed"}
+    served = model if isinstance(model, ServedModel) else None
+    can = {"vision": served is not None and served.vision is not None}
+    can["trained_for_tool_use"] = served is not None and served.tool_calls == "parsed"
     return {
         "type": "llm",
         "publisher": publisher,

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
@@ -19,7 +19,7 @@ from models.prompt.shapes import Message
 from models.prompt.tokenize import spend, stop_if_abandoned
 from server.api import binding, bodies
 from server.api.bodies import Body, BodyModel, Rules, Whole, parse_body, refused, validated
-from server.api.conversation import Conversation, ThinkingWish, can_continue, media_in_words, read_arguments
+from server.api.conversation import Conversation, ThinkingWish, can_continue, media_part, read_arguments
 from server.api.dialect import context_of
 from server.api.errors import ApiError, Code, wrong
 from server.api.generation import SharedBody, smallest_limit
@@ -245,36 +245,42 @@ KNOWN: Final = frozenset((*ResponsesBody.model_fields, *IN_RESPONSES, *WITHOUT_E
 LOCAL_SHELL: Final = "local_shell"
 
 
-def _text(value: Any) -> Any:
+def _content(value: Any) -> list[dict[str, Any]]:
+    """A text, or a list of parts, as parts for templates."""
     if isinstance(value, str):
-        return value
+        return [{"text": value}]
     if not isinstance(value, list):
         raise PydanticCustomError("content_type", "Input should be a text or a list of parts")
-    return "".join(map(_part_text, value))
+    return list(map(_part, value))
 
 
-def _part_text(part: Any) -> str:
-    if (shown := media_in_words(part)) is not None:
+def _part(part: Any) -> dict[str, Any]:
+    if (shown := media_part(part)) is not None:
         return shown
     text = bodies.part_text(part)
     if text is None:
         raise PydanticCustomError("part_type", "A part should be an input_text or output_text with its text")
-    return text
+    return {"text": text}
 
 
-def _said(value: Any, info: ValidationInfo) -> tuple[str, str]:
+def _text(value: Any) -> str:
+    return "".join(part["text"] for part in _content(value))
+
+
+def _said(value: Any, info: ValidationInfo) -> tuple[list[dict[str, Any]], str]:
     """What a message says, and the thoughts in it, which only the assistant has."""
     is_reply = info.data.get("role") == "assistant" and isinstance(value, list)
     thoughts = [part for part in value if _type_of(part) == "thinking"] if is_reply else []
-    return _text([part for part in value if part not in thoughts] if thoughts else value), _text(thoughts)
+    return _content([part for part in value if part not in thoughts] if thoughts else value), _text(thoughts)
 
 
 _ItemText = Annotated[str, BeforeValidator(_text)]
+_ItemContent = Annotated[list[Any], BeforeValidator(_content)]
 
 
 class _Message(BodyModel):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[tuple[str, str], BeforeValidator(_said)]
+    content: Annotated[tuple[list[Any], str], BeforeValidator(_said)]
 
     def said(self) -> Mapping[str, Any]:
         content, thoughts = self.content
@@ -333,7 +339,7 @@ class _SearchOutput(BodyModel):
 class _Output(BodyModel):
     call_id: str | None = None
     id: str | None = None
-    output: Annotated[_ItemText, BeforeValidator(bodies.tool_result)]
+    output: Annotated[_ItemContent, BeforeValidator(bodies.tool_result)]
 
     def said(self) -> Mapping[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id or self.id, "content": self.output}
@@ -417,13 +423,15 @@ def read_messages(items: Sequence[Item]) -> list[Message]:
 
 def _one_message(run: Sequence[Mapping[str, Any]]) -> Message:
     """A message of what was said in a row; texts are joined once, however many they are."""
-    parts: dict[str, list[Any]] = {"content": [""]}
+    parts: dict[str, list[Any]] = {"content": []}
     for name, value in (field for said in run for field in said.items() if field[1] is not None):
         parts.setdefault(name, []).append(value)
     # Templates know no developer role, the new name of system.
     role = "system" if run[0]["role"] == "developer" else run[0]["role"]
+    content = groupby(chain(*parts.pop("content")), lambda part: "image" in part)
+    runs = [[*run] if is_image else [{"text": "".join(part["text"] for part in run)}] for is_image, run in content]
     joined = {name: [*chain(*values)] if name == "tool_calls" else "".join(values) for name, values in parts.items()}
-    return {**joined, "role": role, "content": [{"text": joined["content"]}]}
+    return {**joined, "role": role, "content": [*chain(*runs)] or [{"text": ""}]}
 
 
 ID_PREFIX = "resp_"

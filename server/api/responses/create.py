@@ -21,7 +21,7 @@ from models.prompt.shapes import Message
 from server.api.answer import Answer, Exchange, Question
 from server.api.binding import ForcedCalls
 from server.api.call import generate, inspect
-from server.api.conversation import refuse_new_media
+from server.api.conversation import check_new_media
 from server.api.dialect import ApiContext, Endpoint, Operation
 from server.api.errors import ApiError, Code, explain, retry_later, wrong
 from server.api.generation import GenerationBody, SharedBody, read_params
@@ -282,8 +282,8 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     body = parse_known(ResponsesBody, incoming.fields, conversation.IN_RESPONSES, conversation.KNOWN)
     if body.background and body.store is False:
         raise wrong("background", "a response that is made in the background is stored; leave store out")
-    refuse_new_media(body.input, "input")
     model = context.pool.find(body.model)
+    check_new_media(body.input, "input", model)
     namespace = incoming.namespace(body.cache_salt)
     given = conversation.read_given(incoming, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
     shared = body.model_dump(include={*SharedBody.model_fields})

@@ -13,7 +13,7 @@ from transformers import Qwen2VLImageProcessor
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
-from models.loader import LoadedModel, load, with_vision
+from models.loader import LoadedModel, convert_weights, load, with_vision
 from models.mlx_lm_import import make_prompt_cache
 from models.vision.features import Encoder
 from models.vision.image_files import read_pixels
@@ -213,3 +213,15 @@ def features_of(loaded: LoadedModel, picture: Any) -> mx.array:
     while encoding.features is None:
         encoding.step()
     return encoding.features.rows
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_conversion_keeps_the_tower(bits: int | None, folder: Path, tmp_path: Path) -> None:
+    loaded = seeing("qwen3_vl", folder)
+    convert_weights(loaded.path, "m", tmp_path / "to", bits, lambda done, total: None)
+    other = with_vision(load(tmp_path / "to", "to"), 256)
+    assert loaded.vision is not None and other.vision is not None
+    picture = loaded.vision.open(A)
+    assert other.vision.open(A).digest == picture.digest
+    found = [features_of(one, picture) for one in (loaded, other)]
+    assert mx.array_equal(found[0], found[1])

@@ -178,3 +178,60 @@ def test_sessions_and_cache_listings_show_a_label() -> None:
     for path in ("/v1/sessions", "/v1/sessions/s", "/v1/stats", "/slots"):
         told = asked.client.get(path).text
         assert encoded(A)[:20] not in told and "\\ufffc" not in told
+
+
+def items(*given: Any) -> dict[str, Any]:
+    return {"input": [*given], "max_output_tokens": 4}
+
+
+def item_image(data: bytes) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": f"data:image/png;base64,{encoded(data)}", "detail": "auto"}
+
+
+def test_the_responses_api_shows_images_of_messages_and_of_calls() -> None:
+    asked = Asked()
+    words = {"type": "input_text", "text": "What is"}
+    for given in (
+        items(user(words, item_image(A), words)),
+        items(*outputs(item_image(A))),
+        items(*outputs(words, item_image(A)), ASKED),
+    ):
+        answer = asked.client.post("/v1/responses", json=given)
+        assert answer.status_code == 200, answer.text
+        assert shown(asked.engine.requests[-1]) == [A]
+    assert asked.client.post("/v1/responses", json=items(user(item_image(DAMAGED)))).status_code == 400
+    assert asked.client.post("/v1/responses", json=items(user(item_image(DAMAGED)), SEEN, ASKED)).status_code == 200
+    many = [item_image(image(number, 8, 8)) for number in range(MAX_NEW_IMAGES + 1)]
+    assert asked.client.post("/v1/responses", json=items(user(*many))).status_code == 400
+
+
+def outputs(*parts: Any) -> list[dict[str, Any]]:
+    called = {"type": "function_call", "call_id": "c", "name": "view_image", "arguments": "{}"}
+    return [ASKED, called, {"type": "function_call_output", "call_id": "c", "output": [*parts]}]
+
+
+def test_a_stored_response_keeps_its_images() -> None:
+    asked = Asked()
+    first = asked.client.post("/v1/responses", json=items(user(item_image(A)))).json()
+    following = asked.client.post("/v1/responses", json={**items(ASKED), "previous_response_id": first["id"]})
+    assert following.status_code == 200 and shown(asked.engine.requests[-1]) == [A]
+    kept = asked.client.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    assert kept[0]["content"][0] == item_image(A)
+
+
+def test_ollamas_messages_show_images() -> None:
+    asked = Asked()
+    body = {"model": "tiny", "stream": False, "messages": [{**ASKED, "images": [encoded(A), encoded(B)]}]}
+    assert asked.client.post("/api/chat", json=body).status_code == 200
+    assert shown(asked.engine.requests[-1]) == [A, B]
+    bad = {**ASKED, "images": [encoded(DAMAGED)]}
+    for messages, status in (([bad], 400), ([bad, SEEN, ASKED], 200)):
+        assert asked.client.post("/api/chat", json={**body, "messages": messages}).status_code == status
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_listings_say_who_sees(sees: bool) -> None:
+    client = Asked(sees=sees).client
+    assert client.get("/props").json()["modalities"]["vision"] is sees
+    assert ("vision" in client.post("/api/show", json={"model": "tiny"}).json()["capabilities"]) is sees
+    assert client.get("/api/v1/models").json()["models"][0]["capabilities"]["vision"] is sees

@@ -138,7 +138,7 @@ NEWEST = [
         "/api/chat",
         {**chat_body({**ASKED, "images": ["AAAA"]}), "model": "tiny"},
         "messages[0].images",
-        "no model here",
+        "this model takes no images",
     ),
 ]
 
