@@ -6,12 +6,11 @@ import pytest
 from cache import eviction, snapshots
 from cache.eviction import Candidate, Chance, EvictionOrder
 from cache.layers import layout
-from cache.layers.state import RecurrentState
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.slots import Lookup
 from cache.snapshots import RestorePointKind
-from cache.trie import Node, PrefixTrie, Snapshot
+from cache.trie import Node, PrefixTrie
 from tests.support import cache_driver, fake_model
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")
@@ -304,64 +303,6 @@ def test_a_failure_half_way_loses_nothing_from_the_order(monkeypatch: pytest.Mon
     assert prefix_cache.stats().num_nodes == 0
 
 
-def test_a_leaf_whose_bytes_lie_above_it_is_looked_at_when_they_no_longer_go_with_it() -> None:
-    """It had none left once a node above became a restore point, and its value per byte was asked for."""
-    prefix_cache = PrefixCache(lambda: fake_model.make_caches("WR"), num_slots=1, budget_bytes=1 << 40)
-    cache_driver.run(prefix_cache, range(100))
-    trie = prefix_cache.memory.find_trie("")
-    head, leaf = trie.match(np.arange(100, dtype=np.int32)).node.path()
-    snapshot = head.snapshot
-    assert isinstance(snapshot, Snapshot)
-    trie.snap(leaf, Snapshot(100, None, RecurrentState([])))  # of layers whose state is no array
-    assert not leaf.num_bytes
-    trie.snap(head, Snapshot(snapshot.offset, snapshot.window, None))
-    held = prefix_cache.memory.order
-    held._refresh()
-    assert held._latest[leaf].num_bytes == head.num_bytes
-    trie.snap(head, snapshot)
-    held._refresh()
-    assert leaf not in held._latest
-    prefix_cache.reclaimer.relieve()
-    prefix_cache.check()
-
-
-def test_a_leaf_is_looked_at_when_rows_above_it_begin_to_go_with_it() -> None:
-    prefix_cache = PrefixCache(lambda: fake_model.make_caches("WR"), num_slots=1, budget_bytes=1 << 40)
-    cache_driver.run(prefix_cache, range(100))
-    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    trie = prefix_cache.memory.find_trie("")
-    head, leaf = trie.match(np.arange(100, dtype=np.int32)).node.path()
-    assert isinstance(head.snapshot, Snapshot) and head.snapshot.window is not None
-    rows = Snapshot(head.snapshot.offset, head.snapshot.window, None)
-    trie.snap(head, None)
-    held = prefix_cache.memory.order
-    held._refresh()
-    num_bytes = held._latest[leaf].num_bytes
-    trie.snap(head, rows)
-    held._refresh()
-    assert held._latest[leaf].num_bytes == num_bytes + rows.num_bytes
-    assert held._latest[leaf].key is leaf
-    prefix_cache.check()
-
-
-def test_window_rows_alone_are_looked_at_when_a_restore_point_appears_before_them() -> None:
-    """They are no restore point, so what lies behind them was looked at and they were not: they stayed overrated."""
-    prefix_cache = PrefixCache(lambda: fake_model.make_caches("WR"), num_slots=1, budget_bytes=1 << 40)
-    cache_driver.run(prefix_cache, range(100))
-    trie = prefix_cache.memory.find_trie("")
-    rows, _ = trie.match(np.arange(100, dtype=np.int32)).node.path()
-    head, snapshot = trie.split(rows, 50), rows.snapshot
-    assert isinstance(snapshot, Snapshot)
-    trie.snap(rows, Snapshot(snapshot.offset, snapshot.window, None))
-    held = prefix_cache.memory.order
-    held._refresh()
-    assert held._latest[rows].num_tokens == 99
-    trie.snap(head, Snapshot(50, None, RecurrentState([])))
-    held._refresh()
-    assert held._latest[rows].num_tokens == 99 - 50
-    prefix_cache.check()
-
-
 def test_what_a_session_leaves_behind_is_worth_less_from_then_on() -> None:
     prefix_cache = cache_of(10_000)
     for number, session_id in ((1, "a"), (2, "b"), (3, "c")):
@@ -375,58 +316,6 @@ def test_what_a_session_leaves_behind_is_worth_less_from_then_on() -> None:
     cache_driver.run(prefix_cache, story(4), session_id="c")
     drop_one(prefix_cache)
     assert [known(prefix_cache, number) for number in (1, 2, 3, 4)] == [0, 100, 0, 100]
-
-
-def test_an_end_that_a_session_came_back_to_because_its_last_had_gone_is_worth_less_once_it_leaves_again() -> None:
-    prefix_cache = cache_of(10_000)
-    for number in (1, 2):
-        cache_driver.run(prefix_cache, story(number), session_id="a")
-    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    trie = prefix_cache.memory.find_trie("")
-    first, last = (trie.match(np.array(story(number), np.int32)).node.path()[-1] for number in (1, 2))
-    prefix_cache.memory.drop_below(last)
-    prefix_cache.memory.order.changed(first)
-    assert chances(prefix_cache)[100] is Chance.CURRENT
-    cache_driver.run(prefix_cache, story(3), session_id="a")
-    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    prefix_cache.check()
-    assert (
-        first in prefix_cache.memory.order._find_stale()
-        or prefix_cache.memory.order._latest[first].chance is Chance.LEFT
-    )
-
-
-def test_no_restore_point_is_overrated_once_a_conversation_has_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction, "MANY_CHANGED", 0)
-    prefix_cache, tokens = recurrent(), list[int]()
-    held = prefix_cache.memory.order
-    for turn in range(6):
-        tokens += range(1000 * turn, 1000 * turn + 1000)
-        cache_driver.run(prefix_cache, tokens, [turn], session_id="a")
-        tokens.append(turn)
-        assert held._latest
-        for candidate in held._latest.values():
-            assert candidate.chance <= held.value(candidate.key).chance
-
-
-def test_many_changes_on_one_path_look_once_at_what_lies_above_them() -> None:
-    class Counted(dict[Node, Candidate]):
-        num_asked = 0
-
-        def __contains__(self, node: object) -> bool:
-            Counted.num_asked += 1
-            return super().__contains__(node)
-
-    prefix_cache = recurrent()
-    talk(prefix_cache, 30, "1")
-    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    held, nodes = prefix_cache.memory.order, list(prefix_cache.memory.nodes())
-    held._refresh()
-    held._latest = Counted(held._latest)
-    for node in nodes:
-        held.changed(node)
-    assert nodes[-1] in held._find_stale()
-    assert len(nodes) >= 30 and 0 < Counted.num_asked <= 3 * len(nodes)
 
 
 def test_an_edge_that_holds_nothing_goes_with_the_last_leaf_below_it() -> None:

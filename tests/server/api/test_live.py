@@ -331,38 +331,3 @@ def test_tools_are_shown_and_random_text_is_no_call(live: Live) -> None:
     plain, with_tools = live.ask(user("x")), live.ask(user("x"), tools=tools)
     assert with_tools.usage.prompt_tokens > plain.usage.prompt_tokens + 20
     assert with_tools.choices[0].finish_reason == "length"
-
-
-def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(live: Live) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        live.ask(user("word " * 5000))
-    assert caught.value.code == "context_length_exceeded"
-    assert str(tiny_models.CONTEXT) in caught.value.message
-
-
-def test_a_full_queue_is_told_at_once_and_the_running_answer_goes_on(tmp_path: Path) -> None:
-    with serving(tiny_models.write("llama", tmp_path / "tiny"), slots=1, max_waiting=0) as live:
-        connection = raw_request(live, stream=True, max_tokens=2000)
-        until(lambda: live.engine.stats().num_open == 1)
-        with pytest.raises(openai.RateLimitError) as full:
-            live.text(user("And me?"))
-        assert int(full.value.response.headers["retry-after"]) > 0
-        assert live.http.get("/health").status_code == 200
-        connection.close()
-        live.wait_until_idle()
-        assert live.text(user("And me?"))
-
-
-def test_a_stopped_engine_is_503_and_so_is_health(tmp_path: Path) -> None:
-    with serving(tiny_models.write("llama", tmp_path / "tiny")) as live:
-        connection = raw_request(live, stream=True, max_tokens=3000)
-        until(lambda: live.engine.stats().num_open == 1)
-        live.engine.stop()
-        received = b""
-        while b"error" not in received:
-            part = connection.recv(65536)
-            assert part, received[-500:]
-            received += part
-        assert b"server_stopping" in received
-        assert live.post("/v1/completions", prompt="x").status_code == 503
-        assert live.http.get("/health").status_code == 503

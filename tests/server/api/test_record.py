@@ -12,7 +12,7 @@ import pytest
 from models.inference.sampling_params import SamplingParams
 from server.api import record as module
 from server.api.activity import ended_fields
-from server.api.observe import Metrics, phases, span_attributes
+from server.api.observe import span_attributes
 from server.api.record import Arrival, OpenRequest, RequestRecord, ended_entry
 from server.app.config import ServerConfig
 from server.diagnosis.account import Name
@@ -63,7 +63,6 @@ FAILED = recorded(opened([STARTED, TEXT, Failed(OutOfMemory("no memory"))]))
 LEFT = recorded(opened([STARTED, Progress(44, 50)]))
 QUEUED = recorded(opened())
 STOPPED = recorded(opened([STARTED, TEXT, Finished(FinishReason.CANCELLED, 50, Timings(30, 20, 400.0, 2, 800.0))]))
-BEFORE = [("queue", 100.0, 101.5), ("restore", 101.5, 102.0)]
 
 
 def test_a_turn_has_the_costs_of_its_request() -> None:
@@ -122,21 +121,6 @@ def test_an_event_tells_the_figures_of_its_own_choice() -> None:
     assert (record.turn.prompt_tokens, record.turn.cached_tokens, record.turn.completion_tokens) == (50, 30, 10)
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        (
-            WELL,
-            [("queue", 100.0, 101.5), ("restore", 101.5, 102.0), ("prefill", 102.0, 103.0), ("decode", 103.0, 105.0)],
-        ),
-        (LEFT, [("queue", 100.0, 101.5), ("restore", 101.5, 102.0), ("prefill", 102.0, 105.0)]),
-        (QUEUED, [("queue", 100.0, 105.0)]),
-    ],
-)
-def test_a_trace_has_the_phases_that_there_were(record: RequestRecord, expected: list[Any]) -> None:
-    assert list(phases(record)) == expected
-
-
 def test_a_trace_tells_why_a_request_ended() -> None:
     assert span_attributes(WELL)["gen_ai.response.finish_reasons"] == ("stop",)
     assert span_attributes(FAILED)["error.type"] == "OutOfMemory"
@@ -153,26 +137,6 @@ def test_a_request_that_never_held_a_slot_is_no_turn_of_its_session() -> None:
         for tell in context.subscribers:
             tell(record)
     assert [session.num_turns for session in context.sessions.of("ours")] == [1]
-
-
-def test_metrics_count_each_request_once() -> None:
-    metrics = Metrics(dict, 2)
-    for record in (WELL, FAILED, LEFT, QUEUED):
-        metrics.tell(record)
-    labels = {"model": "tiny", "endpoint": "/v1/chat/completions"}
-
-    def value(name: str, **more: str) -> float | None:
-        return metrics.registry.get_sample_value(f"mlx_serve_{name}", {**labels, **more})
-
-    assert value("request_success_total", finished_reason="stop") == 1
-    assert value("request_failure_total", reason="OutOfMemory") == 1
-    assert value("request_failure_total", reason="cancelled") == 2
-    assert value("e2e_request_latency_seconds_sum") == 20.0
-    assert value("request_queue_time_seconds_count") == 3, "one never held a slot"
-    assert value("prompt_tokens_total") == 150, "what never held a slot looked for nothing"
-    assert value("request_time_per_output_token_seconds_sum") == 0.2
-    assert value("restored_tokens_total", tier="disk") == 90
-    assert value("lost_tokens_total", reason="system_changed") == 24
 
 
 def test_the_time_to_go_follows_from_the_speed_of_late(

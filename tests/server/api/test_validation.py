@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -568,29 +567,4 @@ def test_tools_for_a_model_that_takes_none_are_refused() -> None:
     assert post(client, CHAT, tools=[]).status_code == 200
 
 
-FIELDS = sorted({*IN_CHAT, *IN_TEXT, *fields(ChatBody), *fields(CompletionBody)})
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(FIELDS)
 NAMES = st.sampled_from(["role", "content", "type", "text", "function", "name", "user", "arguments", "0", "7"])
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3), max_leaves=6
-)
-
-
-FUZZED = FakeEngine()
-FUZZ = TestClient(create_app(FUZZED, fake_model(), ServerConfig()))
-
-
-@settings(deadline=None)
-@example(path=CHAT, fields={"tool_choice": {"type": []}})
-@given(path=st.sampled_from([CHAT, TEXT]), fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
-def test_whatever_the_fields_hold_the_answer_is_200_400_or_404(path: str, fields: dict[str, Any]) -> None:
-    num_before = len(FUZZED.requests)
-    answer = post(FUZZ, path, **fields)
-    assert answer.status_code in (200, 400, 404), answer.text
-    assert (len(FUZZED.requests) > num_before) == (answer.status_code == 200)
-
-
-@given(raw=st.binary(max_size=60) | st.text(alphabet='{}[]":,0eE+-.nulltrue\\ud8 ', max_size=60).map(str.encode))
-@settings(deadline=None)
-def test_no_bytes_harm_the_server(raw: bytes) -> None:
-    assert FUZZ.post(CHAT, content=raw, headers=JSON).status_code == 400
