@@ -105,12 +105,13 @@ def _arrays_in(value: Any) -> Iterator[mx.array]:
 
 
 def _written(harness: Any) -> Iterator[mx.array]:
-    """State into which a step writes."""
-    groups = [group for batch in harness.runner._batches.values() for group in batch._groups]
-    layers = [layer for group in groups for layer in group.layers.values()]
-    rows = [one.row for one in harness.worker._table if one.row is not None]
+    """State into which the step writes: other rows' is evaluated."""
+    batches = harness.runner._batches.values()
+    layers = [layer for batch in batches for group in batch._groups for layer in group.layers.values()]
+    layers += [merged for batch in batches for merged in batch._merged]
+    rows = [one.row for one in harness.worker._decode._sequences]
     for layer in [*layers, *(leaf for row in rows for leaf in row.leaves)]:
-        yield from _arrays_in([vars(layer).get("keys"), vars(layer).get("values")])
+        yield from _arrays_in([vars(layer).get(name) for name in ("keys", "values", "cache")])
 
 
 @pytest.fixture(autouse=True)
