@@ -318,6 +318,26 @@ def test_what_a_session_leaves_behind_is_worth_less_from_then_on() -> None:
     assert [known(prefix_cache, number) for number in (1, 2, 3, 4)] == [0, 100, 0, 100]
 
 
+def test_many_changes_on_one_path_look_once_at_what_lies_above_them() -> None:
+    class Counted(dict[Node, Candidate]):
+        num_asked = 0
+
+        def __contains__(self, node: object) -> bool:
+            Counted.num_asked += 1
+            return super().__contains__(node)
+
+    prefix_cache = recurrent()
+    talk(prefix_cache, 30, "1")
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
+    held, nodes = prefix_cache.memory.order, list(prefix_cache.memory.nodes())
+    held._refresh()
+    held._latest = Counted(held._latest)
+    for node in nodes:
+        held.changed(node)
+    assert nodes[-1] in held._find_stale()
+    assert len(nodes) >= 30 and 0 < Counted.num_asked <= 3 * len(nodes)
+
+
 def test_an_edge_that_holds_nothing_goes_with_the_last_leaf_below_it() -> None:
     prefix_cache = PrefixCache(lambda: fake_model.make_caches("P"), num_slots=1, budget_bytes=1 << 40)
     for session_id, rest in (("a", range(50, 100)), ("b", range(500, 550))):
