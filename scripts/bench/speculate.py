@@ -7,6 +7,9 @@ that a busy machine slows both alike. What a row samples is replaced by the next
 answer made of files that are on any machine (`speculate_texts.py`): all arithmetic is done, but the rows say what a
 model would that rewrites a file or calls a tool. Prefill is not timed, and a line ends when the first row does.
 
+Lines of bound calls have drafts on both sides; ours binds each call to declared tools from its opener on, the other
+binds none. Their tokens are those of `demo`.
+
 The models have random weights, but `demo`: its own. What it answers to prompts that nobody trained on is recorded
 first, greedily; a row then gives one answer after another. On a CPU a float32 model of 95 million parameters is bound
 by memory, as larger ones are on a GPU; quantized to 4 bits it is bound by arithmetic there, and a token more costs as
@@ -15,6 +18,7 @@ much as the first.
 
 import argparse
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,13 +40,16 @@ from cache.types import LayerCache
 from models.inference.drafters import Drafter, drafter_of
 from models.inference.embedding import Embedder
 from models.inference.feeds import MAX_FEED_TOKENS
+from models.inference.grammar import GrammarCompiler
 from models.inference.row import DecodeRow
 from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling import TokenIds
 from models.inference.sampling_params import SamplingParams
 from models.loader import LoadedModel, load
 from models.mlx_lm_import import make_prompt_cache
-from models.output.grammar import MaskWords
+from models.output.call_formats import HERMES
+from models.output.call_grammar import BoundTool, CallGrammar
+from models.output.grammar import CallOpener, Grammar, GrammarKind, MaskWords, OutputGrammar, allows
 from scripts.bench.common import ROOT, Report, Target, write_json
 from scripts.bench.decode import Said, Spelled
 from scripts.bench.speculate_texts import Text, Vocabulary, agent, prose, reading, replacing, rewriting
@@ -211,8 +218,17 @@ class Recorded:
 class Side:
     """An engine that answers prompts, with drafts or without."""
 
-    def __init__(self, model: Subject, num_rows: int, clock: Callable[[], float], *, drafts: bool) -> None:
+    def __init__(
+        self,
+        model: Subject,
+        num_rows: int,
+        clock: Callable[[], float],
+        *,
+        drafts: bool,
+        grammar: OutputGrammar | None = None,
+    ) -> None:
         self.runner, self._ends, self._clock = TaughtRunner(model, drafts=drafts), model.ends, clock
+        self._grammar = grammar
         cache = PrefixCache(
             self.runner.make_caches, num_slots=num_rows, budget_bytes=1 << 50, chunk_tokens=CHUNK_TOKENS
         )
@@ -247,7 +263,10 @@ class Side:
             max_tokens = len(text.answer) + (MAX_FEED_TOKENS if self._ends else 0)
             greedy = SamplingParams(temperature=0)
             self._worker.submit(
-                GenerationRequest(f"{row}", prompt, max_tokens, sampling=greedy, quotable=quotable), said
+                GenerationRequest(
+                    f"{row}", prompt, max_tokens, sampling=greedy, quotable=quotable, grammar=self._grammar
+                ),
+                said,
             )
         while not all(said.tokens for said in self._said):
             self._worker.step()
@@ -308,10 +327,58 @@ class Line:
     """Of answers, one a row; each round ends with its first answer."""
     target: float
     min_tokens_per_step: float | None = None
+    is_bound: bool = False
+    """Ours binds calls, and both sides draft."""
 
 
 def _recorded(model: Subject, text: Text) -> Recorded:
     return Recorded(model.encode(text.prompt), model.encode(text.answer), model.encode(text.quotable))
+
+
+_ARGUMENTS = {
+    "edit": {"path": "string", "old_string": "string", "new_string": "string"},
+    "read": {"path": "string", "offset": "integer", "limit": "integer"},
+}
+
+
+@cache
+def bound_calls() -> OutputGrammar:
+    """The grammar of calls in answers of `replacing` and `reading`, over the tokens of `demo`."""
+    tokenizer: Any = demo().tokenizer
+    compiler = GrammarCompiler(tokenizer._tokenizer.to_str, demo().eos_token_ids)
+    tools = [
+        BoundTool(
+            name,
+            {
+                "type": "object",
+                "properties": {key: {"type": kind} for key, kind in kinds.items()},
+                "required": [*kinds],
+                "additionalProperties": False,
+            },
+        )
+        for name, kinds in _ARGUMENTS.items()
+    ]
+    rules = "\n".join(CallGrammar(HERMES, tools, compiler.spell).lazy())
+    opener = CallOpener(re.compile("x()"), compiler.token_of("<tool_call>"))  # `Spelled` has one letter a token
+    return OutputGrammar(compiler.compile(Grammar(GrammarKind.LARK, rules)), opener=opener)
+
+
+def _checked(text: Recorded) -> Recorded:
+    """Raises SystemExit if a call of the answer is not bound whole."""
+    grammar, matcher = bound_calls(), None
+    for token in text.answer:
+        if matcher is not None:
+            if not allows(matcher.mask(), token):
+                raise SystemExit("a recorded call is not as its grammar has it")
+            matcher.accept(token)
+            matcher = None if matcher.is_complete else matcher
+        elif grammar.opener is not None and token == grammar.opener.token:
+            matcher = grammar.compiled.begin()
+    return text
+
+
+def _calling(make: Callable[[int], Text], num_rows: int) -> Callable[[Subject], list[list[Recorded]]]:
+    return lambda model: [[_checked(_recorded(model, make(seed))) for seed in range(1, num_rows + 1)]]
 
 
 def _several(make: Callable[[int], Text], num_rows: int) -> Callable[[Subject], list[list[Recorded]]]:
@@ -372,6 +439,9 @@ LINES = (
     Line("demo, own answers", "demo", _own(1), 1.5),
     Line("demo, 4 x own answers", "demo", _own(4), 0.98),
     Line("4 bits, agent", "4 bits", _several(agent, 1), 0.98),
+    Line("demo, bound edits", "demo", _calling(replacing, 1), 0.97, is_bound=True),
+    Line("demo, 4 x bound edits", "demo", _calling(replacing, 4), 0.97, is_bound=True),
+    Line("demo, bound reads", "demo", _calling(reading, 1), 0.97, is_bound=True),
     Line("tiny, 16 x agent", "tiny", _several(agent, 16), 0.98),
     Line("tiny, 32 x agent", "tiny", _several(agent, 32), 0.98),
 )
@@ -382,7 +452,8 @@ def measure(line: Line, seconds: float, clock: Callable[[], float]) -> tuple[Sid
     model = subject(line.model)
     rounds = line.rounds(model)
     num_rows = len(rounds[0])
-    ours, plain = (Side(model, num_rows, clock, drafts=drafts) for drafts in (True, False))
+    ours = Side(model, num_rows, clock, drafts=True, grammar=bound_calls() if line.is_bound else None)
+    plain = Side(model, num_rows, clock, drafts=line.is_bound)
     block, number = BLOCK_TOKENS * num_rows, 0
 
     def is_over() -> bool:

@@ -129,6 +129,30 @@ class FollowedText(Proposer):
         return _CLASS_OF_LENGTH[length : length + max(0, num_tokens)]
 
 
+class ForcedTokens(FollowedText):
+    """What an output must say next, and behind that what another text has there, if it has the same before."""
+
+    def __init__(self, shared: AcceptanceRates, follower: Follower, text: FollowedText) -> None:
+        super().__init__(DraftSource.GRAMMAR, shared, follower)
+        self._text = text
+
+    def draft(self, limit: int) -> list[int]:
+        """As of any proposer; a draft that goes on behind forced tokens counts as the other text's."""
+        forced, others = super().draft(limit), self._text.draft(limit)
+        goes_on = len(others) > len(forced) and others[: len(forced)] == forced
+        self.source = self._text.source if goes_on else DraftSource.GRAMMAR
+        return others if goes_on else forced
+
+    def net_rates(self, limit: int, minimum: float, num_ahead: int = 0) -> list[float]:
+        """As of any proposer."""
+        rates = super().net_rates(limit, minimum, num_ahead)
+        num_tokens = num_ahead + len(rates)
+        if not rates or len(self.draft(limit + num_ahead)) <= num_tokens:
+            return rates
+        behind = self._text.net_rates(limit - len(rates), minimum / rates[-1], num_tokens)
+        return rates + [rates[-1] * rate for rate in behind]
+
+
 class DrafterRow(Proposer):
     """A drafter's drafts of one row."""
 

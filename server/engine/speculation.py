@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from cache.history import SHORTEST_MATCH, Follower, ForcedText, History, HistoryFollower, LiveText, PredictionFollower
 from models.vision.pictures import words_at_end
-from server.engine.acceptance import PRIOR_RATES, REVERSION, AcceptanceRates, DrafterRow, FollowedText
+from server.engine.acceptance import PRIOR_RATES, REVERSION, AcceptanceRates, DrafterRow, FollowedText, ForcedTokens
 from server.engine.draft_cost import (
     CORRECTION,
     MAX_STEP_TOKENS,
@@ -226,9 +226,9 @@ class Speculation:
         prediction = None if request.prediction is None else PredictionFollower(request.prediction)
         if prediction is not None:
             followers[DraftSource.PREDICTION] = prediction
-        if request.grammar is not None or request.thinking is not None:
-            followers[DraftSource.GRAMMAR] = ForcedText(forced)
         texts = [FollowedText(source, self._rates[source], follower) for source, follower in followers.items()]
+        if request.grammar is not None or request.thinking is not None:
+            texts.append(ForcedTokens(self._rates[DraftSource.GRAMMAR], ForcedText(forced), texts[0]))
         drafter = DrafterRow(self._drafter, self._rates[self._drafter]) if self._has_drafter else None
         return Drafting(texts, drafter, own, prediction, is_kept)
 

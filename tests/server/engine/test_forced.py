@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.history import ForcedText, History
+from cache.history import ForcedText, History, PredictionFollower
 from models.inference.grammar import GrammarCompiler, _LlguidanceMatcher
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import load
 from models.output.grammar import CallOpener, Grammar, GrammarKind, OutputGrammar, allows
 from models.output.pieces import ReasoningFormat, Thinking
+from server.engine.acceptance import AcceptanceRates, FollowedText, ForcedTokens
 from server.engine.request import DraftSource, Finished
 from server.engine.speculation import Drafting, Speculation
 from tests.server.engine.test_drafts import CLOSED, prompt_of
@@ -228,6 +229,28 @@ def test_behind_a_token_that_was_not_forced_the_output_is_asked_again() -> None:
     text.push(7)
     text.push(8)
     assert not text.next_tokens(9) and not text.match_length
+
+
+@pytest.mark.parametrize(
+    ("forced", "draft", "source"),
+    [
+        ([1, 2], [1, 2, 3, 4, 5], DraftSource.PREDICTION),
+        ([1, 9], [1, 9], DraftSource.GRAMMAR),
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], DraftSource.GRAMMAR),
+    ],
+)
+def test_a_draft_goes_on_behind_forced_tokens_where_a_text_has_the_same(
+    forced: list[int], draft: list[int], source: DraftSource
+) -> None:
+    rates = AcceptanceRates((0.9,) * 6, weight=16, decay=1.0)
+    text = FollowedText(DraftSource.PREDICTION, rates, PredictionFollower(np.array([1, 2, 3, 4, 5], np.int32)))
+    tokens = ForcedTokens(AcceptanceRates((1.0,) * 6, weight=16, decay=1.0), ForcedText(lambda: forced), text)
+    assert (tokens.draft(9), tokens.source) == (draft, source)
+    assert tokens.draft(3) == draft[:3]
+    behind = [0.9 ** (place + 1) for place in range(len(draft) - len(forced))]
+    assert tokens.net_rates(9, 0.02) == pytest.approx([1.0] * len(forced) + behind)
+    assert len(tokens.net_rates(9, 0.85)) == min(len(draft), len(forced) + 1)
+    assert tokens.net_rates(9, 0.02, 1) == pytest.approx(([1.0] * len(forced) + behind)[1:])
 
 
 @pytest.mark.parametrize("message", ["out of memory", "the device is at fault"])
