@@ -143,9 +143,7 @@ class Heads:
     ) -> tuple[Head, "Conversation"]:
         """With the system message of the conversation's first request, else of a similar conversation."""
         messages, text = asked.messages, _system_text(asked.messages)
-        others = [one for place, one in self._heads.items() if place[:2] == key[:2]][-MAX_BASES:]
-        similar = next((one for one in reversed(others) if changed_lines(one.text, text)), None)
-        base = head or (similar and Head(similar.system, similar.text, similar.text))
+        base = head or self._similar(key, text)
         change = changed_lines(base.text, text) if base is not None and base.system else None
         if base is None or change is None:
             return _as_sent(asked)
@@ -159,6 +157,12 @@ class Heads:
             heal = Heal(HealKind.GIT, 0, change[0] / len(base.text), text != base.sent)
             asked = replace(asked, messages=_with_notes(base, messages, notes), heals=[*asked.heals, heal])
         return replace(base, sent=text, notes=notes), asked
+
+    def _similar(self, key: tuple[str, str, bytes], text: str) -> Head | None:
+        """The beginning of a latest conversation whose system message differs in a few lines."""
+        others = [one for place, one in self._heads.items() if place[:2] == key[:2]][-MAX_BASES:]
+        found = next((one for one in reversed(others) if changed_lines(one.text, text)), None)
+        return None if found is None else Head(found.system, found.text, found.text)
 
 
 def _as_sent(asked: "Conversation") -> tuple[Head, "Conversation"]:
