@@ -242,14 +242,14 @@ class DecodeBatch:
         """Rows share a buffer only with others on the same head, or without one."""
         sizes = [group.num_bytes // group.num_places for group in self._groups]
         sizes += [row.bytes_per_token for row in rows]
-        spare_tokens, found = spare_bytes / max(1, *sizes), list[Group]()
+        spare_tokens, regrouped = spare_bytes / max(1, *sizes), list[Group]()
         for head in dict.fromkeys([row.head for row in rows]):
             groups = [group for group in self._groups if group.head is head]
             made = self._regrouped([row for row in rows if row.head is head], groups, spare_tokens)
             reserved = sum(row.reserved_tokens for group in made for row in group.rows)
             spare_tokens -= sum(group.num_places for group in made) - reserved
-            found += made
-        self._groups = found
+            regrouped += made
+        self._groups = regrouped
 
     def _regrouped(self, rows: Sequence[DecodeRow], groups: Sequence[Group], spare_tokens: float) -> list[Group]:
         assert self.choose is not None
@@ -379,7 +379,7 @@ def _timed_step(
         split_at_head(row.caches, head, head_tokens)
     batch, (_, num_heads, _, width) = DecodeBatch(choose), like.keys.shape
     queries = mx.zeros((len(rows), _QUERIES_PER_KEY * num_heads, 1, width), like.keys.dtype)
-    added = [mx.zeros((len(rows), num_heads, 1, held.shape[3]), like.keys.dtype) for held in (like.keys, like.values)]
+    added = [mx.zeros((len(rows), num_heads, 1, old.shape[3]), like.keys.dtype) for old in (like.keys, like.values)]
 
     def attend(layer: LayerCache) -> mx.array:
         mask = layer.make_mask(1, window_size=None, return_array=False)

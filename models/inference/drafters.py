@@ -87,16 +87,16 @@ class Drafter(ABC):
         `before` holds the hidden states before each known token, in one line. `layers` are the last of one row, or of
         a batch, and `first` those for known tokens; `count` counts a call's. The caller takes all tokens back.
         """
-        found, lengths, fed = list[mx.array](), [len(tokens) for tokens in known], first
+        drafted, lengths, fed = list[mx.array](), [len(tokens) for tokens in known], first
         places = Padding.of(tuple(lengths)).places
         tokens, hidden = mx.array([*itertools.chain(*known)])[places], before[places]
         for _ in range(num_tokens):
             logits, hidden = self._predict(tokens, hidden, fed, lengths)
             count()
             tokens = mx.argmax(logits, axis=-1)
-            found.append(tokens)
+            drafted.append(tokens)
             fed, lengths = layers, [1] * len(lengths)
-        return mx.concatenate(found, axis=1)
+        return mx.concatenate(drafted, axis=1)
 
     def draft_alone(
         self, caches: Sequence[LayerCache], known: Sequence[int], before: mx.array, num_tokens: int

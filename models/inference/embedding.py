@@ -73,12 +73,12 @@ class Embedder:
     @cached_property
     def _trunk(self) -> _Evaluate:
         """The innermost part that gives states; raises EmbeddingUnsupported."""
-        found = [part for part in _parts(self.model)[1:] if _gives_states(part)]
-        if not found:
+        trunks = [part for part in _parts(self.model)[1:] if _gives_states(part)]
+        if not trunks:
             raise EmbeddingUnsupported(
                 "the layers of this model cannot be evaluated by themselves, so it makes no vectors"
             )
-        return cast(_Evaluate, found[-1])
+        return cast(_Evaluate, trunks[-1])
 
 
 class LongText:
@@ -130,8 +130,8 @@ def _heads(model: Any) -> Iterator[_Evaluate]:
 
 def _makes(head: _Evaluate, states: mx.array, wanted: mx.array) -> bool:
     with suppress(Exception):  # as above
-        found = head(states)
-        return found.shape == wanted.shape and bool(mx.allclose(found, wanted, rtol=1e-2, atol=1e-2))
+        made = head(states)
+        return made.shape == wanted.shape and bool(mx.allclose(made, wanted, rtol=1e-2, atol=1e-2))
     return False
 
 

@@ -104,9 +104,9 @@ class _Planner:
         free, wanted = set(range(len(self.groups))), list[Wanted]()
         for member in sorted((one for one in members if len(one) > 1), key=len, reverse=True):
             rows = [self.rows[place] for place in member]
-            held = {group: sum(row.tokens for row in rows if row.group == group) for group in free}
-            fitting = [group for group in free if held[group] and _fits(rows, self.groups[group])]
-            kept = max(fitting, key=lambda group: held[group], default=None)
+            group_tokens = {group: sum(row.tokens for row in rows if row.group == group) for group in free}
+            fitting = [group for group in free if group_tokens[group] and _fits(rows, self.groups[group])]
+            kept = max(fitting, key=lambda group: group_tokens[group], default=None)
             free -= {kept}
             room = 1 << (len(rows) - 1).bit_length() if has_room else len(rows)
             buffer = Buffer(room, capacity_for(rows)) if kept is None else self.groups[kept]
@@ -176,8 +176,8 @@ class _Planner:
 
     def extra_tokens(self, wanted: Sequence[Wanted]) -> int:
         """Tokens that the groups' buffers hold beyond what their rows reserved."""
-        held = sum(one.buffer.room * one.buffer.capacity for one in wanted)
-        return held - sum(self.rows[place].reserved_tokens for one in wanted for place in one.rows)
+        buffer_tokens = sum(one.buffer.room * one.buffer.capacity for one in wanted)
+        return buffer_tokens - sum(self.rows[place].reserved_tokens for one in wanted for place in one.rows)
 
     def total_cost(self, wanted: Sequence[Wanted]) -> float:
         """Of the steps that an arrangement lasts, and of the copies that make it."""

@@ -188,11 +188,11 @@ class GroupLayer:
         """Moves what `cache` holds to row `index`."""
         cache = tail_of(cache)
         offset = int(cache.offset)
-        for held, rows in ((self.keys, cache.keys), (self.values, cache.values)):
+        for buffer, rows in ((self.keys, cache.keys), (self.values, cache.values)):
             rows = self._as_ring(cache, rows, offset) if self.window else rows[:, :, :offset]
-            held[index : index + 1, :, : rows.shape[2]] = rows
+            buffer[index : index + 1, :, : rows.shape[2]] = rows
             # What a row before left here is masked, but a NaN would not be.
-            held[index : index + 1, :, rows.shape[2] :] = 0
+            buffer[index : index + 1, :, rows.shape[2] :] = 0
         mx.eval(self.keys, self.values)
         if not self.window:
             cache.step = cache.keys.shape[2]
@@ -212,24 +212,24 @@ class GroupLayer:
         offset, num_kept = self._clock.offsets[index] - self._start, self._own_tokens(index, tail_of(cache))
         if self._ring:
             places = mx.arange(offset - num_kept, offset) % self._ring
-            keys, values = (held[index : index + 1][:, :, places] for held in (self.keys, self.values))
+            keys, values = (buffer[index : index + 1][:, :, places] for buffer in (self.keys, self.values))
             return {"keys": keys, "values": values, "offset": offset, "_idx": num_kept}
-        keys, values = (_copied(held, index, num_kept) for held in (self.keys, self.values))
+        keys, values = (_copied(buffer, index, num_kept) for buffer in (self.keys, self.values))
         return {"keys": keys, "values": values, "offset": offset}
 
     def move(self, source: int, target: int) -> None:
         """Row `source` overwrites row `target`, with the next evaluation of the buffers."""
-        for held in (self.keys, self.values):
-            held[target : target + 1] = _copied(held, source, self.capacity)
+        for buffer in (self.keys, self.values):
+            buffer[target : target + 1] = _copied(buffer, source, self.capacity)
 
     def grow(self, capacity: int) -> None:
         """Makes room for rows of `capacity` tokens."""
         capacity = self._bounded(capacity)
         for name in ("keys", "values"):
-            held = getattr(self, name)
-            spare = _empty(held, held.shape[0], capacity - self.capacity)
-            setattr(self, name, mx.concatenate([held, spare], axis=2) if spare.size else held)
-            del held
+            buffer = getattr(self, name)
+            spare = _empty(buffer, buffer.shape[0], capacity - self.capacity)
+            setattr(self, name, mx.concatenate([buffer, spare], axis=2) if spare.size else buffer)
+            del buffer
             mx.eval(getattr(self, name))
         self.capacity = capacity
 

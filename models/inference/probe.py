@@ -87,9 +87,9 @@ def _varied(state: mx.array, rng: np.random.Generator) -> mx.array:
 
 
 def _drawn_rows(
-    found: Sequence[mx.array], num_rows: int, gains: NDArray[np.float64], rng: np.random.Generator
+    keys_and_values: Sequence[mx.array], num_rows: int, gains: NDArray[np.float64], rng: np.random.Generator
 ) -> list[mx.array]:
-    keys, values = found
+    keys, values = keys_and_values
     # Keys around those of real tokens: attention keeps its sharpness.
     one, other, third = (_drawn(keys, num_rows, rng) for _ in range(3))
     # Values of either sign: many nearly cancel, and one large value shows.
@@ -302,7 +302,7 @@ class Probe:
         try:
             return find(*arguments)
         except _NotProven as error:
-            return f"it is not proven that they may: {error}"
+            return f"it could not be tested on this machine: {error}"
         except NotRagged as error:
             return str(error)
         except Exception as error:  # it only shows that this model cannot be called in this way
@@ -334,7 +334,7 @@ class Probe:
     def _require(self, num_tokens: int) -> None:
         needed, pace = num_tokens * self._token_seconds, f"at {self._token_seconds:.2g} s per token"
         if needed > self.left_seconds:
-            raise _NotProven(f"that takes {needed:.0f} s, {pace}, more than {self.left_seconds:.0f} s")
+            raise _NotProven(f"the test takes {needed:.0f} s, {pace}, more than {self.left_seconds:.0f} s")
 
     def __call__(self, tokens: list[list[int]] | mx.array, caches: Sequence[LayerCache]) -> mx.array:
         """Evaluated logits `[num_rows, num_tokens, vocab_size]`."""
@@ -366,8 +366,8 @@ class Probe:
         for number in range(_NUM_TRIALS):
             self._require(plan.num_tokens(len(trials), with_reference=(border, number) not in made))
             rows = made[border, number] = made.get((border, number)) or _Rows(self, border, number, plan)
-            found = _differences([rows.together(trial) for trial in trials], self._eps, rows.alone, rows.in_chunks)
-            suspects = {place: error for place, error in found.items() if number == 0 or place in suspects}
+            errors = _differences([rows.together(trial) for trial in trials], self._eps, rows.alone, rows.in_chunks)
+            suspects = {place: error for place, error in errors.items() if number == 0 or place in suspects}
             if not suspects:
                 break
         return suspects
@@ -448,19 +448,19 @@ class _Rows:
             split_at_head(rows[row].caches, head, self._head_tokens)
         if trial.in_chunks:
             return self._each(self._chunk, rows)
-        batch, logits = DecodeBatch(None, 2 * self._max_fed), {row: list[mx.array]() for row in rows}
+        batch, trace = DecodeBatch(None, 2 * self._max_fed), {row: list[mx.array]() for row in rows}
         known = {row: list[int]() for row in rows}
         for step in self._steps:
-            fed = {row: [*known[row], *self._feed(row, len(logits[row]), *step[row])] for row in step}
+            fed = {row: [*known[row], *self._feed(row, len(trace[row]), *step[row])] for row in step}
             kept = {row: fed[row][: len(known[row]) + step[row][1]] for row in step}
-            found = self._evaluated(batch, rows, fed, trial)
+            logits = self._evaluated(batch, rows, fed, trial)
             stays = {rows[row]: len(kept[row]) for row in step}
             batch.settle(stays)
             for row in step:
-                logits[row] += found[row][len(known[row]) : len(kept[row])]
+                trace[row] += logits[row][len(known[row]) : len(kept[row])]
                 known[row] = kept[row][stays[rows[row]] :]
         batch.dissolve()
-        return self._each(lambda row, _: logits[row], rows)
+        return self._each(lambda row, _: trace[row], rows)
 
     def _evaluated(
         self, batch: DecodeBatch, rows: Mapping[int, DecodeRow], fed: Mapping[int, list[int]], trial: _Trial
@@ -479,8 +479,8 @@ class _Rows:
         with ragged_attention():
             evaluated = self._evaluate(inputs, layers).flatten(0, 1)
         batch.advance()
-        found = iter(evaluated if seen is None else evaluated[seen])
-        return {row: [next(found) for _ in fed[row]] for row in order}
+        logits = iter(evaluated if seen is None else evaluated[seen])
+        return {row: [next(logits) for _ in fed[row]] for row in order}
 
     def _feed(self, row: int, start: int, num_fed: int, num_kept: int) -> list[int]:
         return [*self._tokens[row][start : start + num_kept], *self._rejected[: num_fed - num_kept]]
@@ -493,17 +493,17 @@ def _choose_these(members: Sequence[int], rows: Sequence[Row], *arguments: Any, 
 
 
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:
-    found = {_Observed((-1, 0), row, step): array for step, array in enumerate(logits)}
+    observed = {_Observed((-1, 0), row, step): array for step, array in enumerate(logits)}
     for layer, cache in enumerate(leaves_of(caches)):
         if isinstance(cache, ArraysCache):
             states = [state for state in cache.cache if state is not None]
-            found |= {_Observed((layer, part), row, -1): state for part, state in enumerate(states)}
+            observed |= {_Observed((layer, part), row, -1): state for part, state in enumerate(states)}
         else:
             for part, rows in enumerate(last_rows(cache, len(logits))):
-                found |= {_Observed((layer, part), row, step): rows[0, :, step] for step in range(len(logits))}
-    found = {key: array.astype(mx.float32) for key, array in found.items()}
-    mx.eval(found)
-    return {key: np.array(array) for key, array in found.items()}
+                observed |= {_Observed((layer, part), row, step): rows[0, :, step] for step in range(len(logits))}
+    observed = {key: array.astype(mx.float32) for key, array in observed.items()}
+    mx.eval(observed)
+    return {key: np.array(array) for key, array in observed.items()}
 
 
 # ------------------------------------------------------------------------------------------------ comparison
@@ -533,10 +533,10 @@ def _scale(expected: NDArray[np.float32]) -> NDArray[np.float32]:
     return cast(NDArray[np.float32], size + middle)
 
 
-def _difference(found: NDArray[np.float32], expected: NDArray[np.float32], scale: NDArray[np.float32]) -> float:
+def _difference(actual: NDArray[np.float32], expected: NDArray[np.float32], scale: NDArray[np.float32]) -> float:
     """Root mean square, each relative to its `scale`."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        parts = (found - expected) / scale
-    parts = np.where(found == expected, 0.0, parts)
+        parts = (actual - expected) / scale
+    parts = np.where(actual == expected, 0.0, parts)
     error = float(np.sqrt(np.mean(parts * parts)))
     return error if error == error else float("inf")

@@ -80,8 +80,8 @@ class Parts(mx.array):
     def runs(self) -> Iterator[tuple[mx.array | None, range]]:
         """Heads, and the neighbouring items on each."""
         for _, members in itertools.groupby(range(len(self.items)), key=lambda member: id(self.heads[member])):
-            found = list(members)
-            yield self.heads[found[0]], range(found[0], found[-1] + 1)
+            run = list(members)
+            yield self.heads[run[0]], range(run[0], run[-1] + 1)
 
     def swapaxes(self, axis1: int, axis2: int) -> "Parts":  # type: ignore[override]
         """Of each item."""
@@ -160,12 +160,12 @@ def _foldings_of(lengths: Sequence[int]) -> list[Folding]:
     if len(lengths) == 1:
         return [Folding(lengths[0], None)]
     # Rows of different lengths are not padded: attention over many keys costs by query.
-    found, first = list[Folding](), 0
+    foldings, first = list[Folding](), 0
     for length, rows in itertools.groupby(lengths):
         num_rows = len(list(rows))
-        found.append(Folding(length, slice(first, first + num_rows), num_rows))
+        foldings.append(Folding(length, slice(first, first + num_rows), num_rows))
         first += num_rows
-    return found
+    return foldings
 
 
 class RaggedLayer:
@@ -198,13 +198,13 @@ class RaggedLayer:
         """Appends those of all tokens; returns all of each item's cache."""
         if self._padding is not None:
             keys, values = self._padding.flatten(keys), self._padding.flatten(values)
-        cuts, found = self._member_cuts, list[Any]()
+        cuts, fetched = self._member_cuts, list[Any]()
         updates = zip(self.members, self._by_member, _split(keys, cuts), _split(values, cuts), strict=True)
         for member, foldings, *fed in updates:
             if self._foldings is not None and not isinstance(member, GroupLayer):
                 fed = [foldings[0].fold(rows) for rows in fed]
-            found.append(tail_of(member).update_and_fetch(*fed))
-        return self._parts(found)
+            fetched.append(tail_of(member).update_and_fetch(*fed))
+        return self._parts(fetched)
 
     def keys_and_values(self) -> tuple[Parts, Parts]:
         """Of each item, for layers that attend to another layer's keys."""
@@ -222,10 +222,10 @@ class RaggedLayer:
 
     def _parts(self, fetched: Sequence[tuple[Any, Any]]) -> tuple[Parts, Parts]:
         items = list[tuple[Any, Any, Any]]()
-        for member, foldings, found in zip(self.members, self._by_member, fetched, strict=True):
+        for member, foldings, arrays in zip(self.members, self._by_member, fetched, strict=True):
             head = getattr(member, "head", None)
-            for one in foldings:
-                keys, values = found if one.rows is None else (found[0][one.rows], found[1][one.rows])
+            for folding in foldings:
+                keys, values = arrays if folding.rows is None else (arrays[0][folding.rows], arrays[1][folding.rows])
                 items.append((head, keys, values))
         heads, all_keys, all_values = zip(*items, strict=True)
         head_keys = [None if head is None else head.keys for head in heads]
@@ -307,13 +307,13 @@ def _join(members: Sequence[Group | DecodeRow], leaf: int, column: Sequence[Laye
         return ArraysCache.merge(column)
     if not all(isinstance(cache, KVCache | RotatingKVCache | QuantizedKVCache) for cache in column):
         raise NotRagged(f"{type(column[0]).__name__} has no ragged form")
-    rest, held = iter(column), list[LayerCache | GroupLayer]()
+    rest, layers = iter(column), list[LayerCache | GroupLayer]()
     for member in members:
         caches = list(itertools.islice(rest, len(member.rows)))
         layer = member.layers.get(leaf) if isinstance(member, Group) else None
-        held += caches if layer is None else [layer]
-    is_one_group = len(held) == 1 and isinstance(held[0], GroupLayer) and held[0].head is None
-    return held[0] if is_one_group else RaggedLayer(held)
+        layers += caches if layer is None else [layer]
+    is_one_group = len(layers) == 1 and isinstance(layers[0], GroupLayer) and layers[0].head is None
+    return layers[0] if is_one_group else RaggedLayer(layers)
 
 
 def _arranged(like: Sequence[LayerCache], leaves: Iterator[LayerCache]) -> list[LayerCache]:
@@ -393,16 +393,16 @@ def _attend(queries: mx.array, keys: Any, values: Any, *, scale: float, **option
     masks = _masks(options.pop("mask", None), foldings)
     members = list(zip(_split(queries, keys.cuts), keys.items, values.items, masks, foldings, strict=True))
     if not keys.has_heads:
-        found = [_attend_member(member, scale, options) for member in members]
+        outputs = [_attend_member(member, scale, options) for member in members]
     else:
-        found = []
+        outputs = []
         for (head_keys, places), (head_values, _) in zip(keys.runs, values.runs, strict=True):
             run = members[places.start : places.stop]
             if head_keys is None or head_values is None:
-                found += [_attend_member(member, scale, options) for member in run]
+                outputs += [_attend_member(member, scale, options) for member in run]
             else:
-                found.append(_attend_from_head(run, head_keys, head_values, scale, **options))
-    return _joined(found) if keys.padding is None else keys.padding.pad(_joined(found))
+                outputs.append(_attend_from_head(run, head_keys, head_values, scale, **options))
+    return _joined(outputs) if keys.padding is None else keys.padding.pad(_joined(outputs))
 
 
 def _joined(arrays: Sequence[mx.array]) -> mx.array:
@@ -425,15 +425,15 @@ def _attend_member(member: _Attending, scale: float, options: dict[str, Any]) ->
     queries, keys, values, mask, folding = member
     queries = queries if folding is None else folding.fold(queries)
     if isinstance(keys, mx.array):
-        found = _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
+        output = _mlx_attention(queries, keys, values, scale=scale, mask=mask, **options)
     elif options.get("sinks") is not None:
         raise ValueError("quantized keys and values cannot be combined with attention sinks")
     else:
         # Of a `QuantizedKVCache`: packed numbers, scales and biases.
         width, (packed, scales, _) = queries.shape[-1], keys
         sizes = {"group_size": width // scales.shape[-1], "bits": 32 * packed.shape[-1] // width}
-        found = quantized_attention(queries, keys, values, scale, mask, **sizes)
-    return found if folding is None else folding.flatten(found)
+        output = quantized_attention(queries, keys, values, scale, mask, **sizes)
+    return output if folding is None else folding.flatten(output)
 
 
 # ----------------------------------------------------------------------------------------------- attention with heads
@@ -475,14 +475,14 @@ def _over_head(queries: mx.array, keys: mx.array, values: mx.array, scale: float
     folded = queries.reshape(num_rows, num_heads, -1, width).swapaxes(0, 1).reshape(num_heads, -1, width)
     keys, values = keys.squeeze(0), values.squeeze(0)  # not `[0]`, which copies
     size = keys.shape[1] if keys.dtype == mx.float32 else _BLOCK_TOKENS
-    found = _partial(folded, keys[:, :size], values[:, :size], scale, None)
+    part = _partial(folded, keys[:, :size], values[:, :size], scale, None)
     for start in range(size, keys.shape[1], size):
         block = [rows[:, start : start + size] for rows in (keys, values)]
         # One block after another, or all would be in memory at once.
-        more_keys, more_values = mx.depends(block, [found.weighted])
-        found = _add(found, _partial(folded, more_keys, more_values, scale, None))
+        more_keys, more_values = mx.depends(block, [part.weighted])
+        part = _add(part, _partial(folded, more_keys, more_values, scale, None))
     shape = num_heads, num_rows, num_query_heads // num_heads * num
-    unfolded = (array.reshape(*shape, -1).swapaxes(0, 1) for array in found)
+    unfolded = (array.reshape(*shape, -1).swapaxes(0, 1) for array in part)
     return _Partial(*(array.reshape(num_rows, num_query_heads, num, -1) for array in unfolded))
 
 
@@ -496,8 +496,8 @@ def _over_tails(
     num_heads = keys.shape[1]
     if num > 1 and mask is not None:
         mask = mx.tile(mask, (num_query_heads // num_heads, 1))
-    found = _partial(queries.reshape(num_rows, num_heads, -1, width), keys, values, scale, mask)
-    unfolded = (array.reshape(num_rows, num_query_heads, num, -1) for array in found)
+    part = _partial(queries.reshape(num_rows, num_heads, -1, width), keys, values, scale, mask)
+    unfolded = (array.reshape(num_rows, num_query_heads, num, -1) for array in part)
     return _Partial(*(unfolded if folding is None else map(folding.flatten, unfolded)))
 
 
@@ -528,15 +528,15 @@ def _weights(scores: mx.array, peak: mx.array) -> mx.array:
     return mx.exp(scores - peak)
 
 
-def _add(one: _Partial, other: _Partial) -> _Partial:
-    peak = mx.maximum(one.peak, other.peak)
-    one_weight, weight = mx.exp(one.peak - peak), mx.exp(other.peak - peak)
-    weighted = one.weighted * one_weight + other.weighted * weight
-    return _Partial(weighted, peak, one.total * one_weight + other.total * weight)
+def _add(part: _Partial, other: _Partial) -> _Partial:
+    peak = mx.maximum(part.peak, other.peak)
+    part_weight, weight = mx.exp(part.peak - peak), mx.exp(other.peak - peak)
+    weighted = part.weighted * part_weight + other.weighted * weight
+    return _Partial(weighted, peak, part.total * part_weight + other.total * weight)
 
 
 @partial(mx.compile, shapeless=True)
 def _merge(*arrays: mx.array) -> mx.array:
     """The result of attention over all keys; `arrays` are those of two partial results."""
-    found = _add(_Partial(*arrays[:3]), _Partial(*arrays[3:]))
-    return found.weighted / found.total
+    whole = _add(_Partial(*arrays[:3]), _Partial(*arrays[3:]))
+    return whole.weighted / whole.total

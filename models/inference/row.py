@@ -104,8 +104,8 @@ class DecodeRow:
     def bytes_per_token(self) -> int:
         """Of keys and values; an upper bound beyond a window."""
         tails = [tail_of(leaf) for leaf in self.leaves if type(leaf) in _KINDS]
-        held = [array for tail in tails if tail.keys is not None for array in (tail.keys, tail.values)]
-        return sum(array.nbytes // array.shape[2] for array in held)
+        arrays = [array for tail in tails if tail.keys is not None for array in (tail.keys, tail.values)]
+        return sum(array.nbytes // array.shape[2] for array in arrays)
 
     def used_leaves(self) -> tuple[int, ...] | None:
         """The leaves whose rows can be in a group; None if the row must stay alone.

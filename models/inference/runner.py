@@ -79,22 +79,22 @@ class _StepLogprobs:
         if not num_top:
             return None
         chosen = logits[mx.array(list(num_top))].astype(mx.float32)
-        found = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
-        return cls(num_top, found, _likeliest(found, max(num_top.values())))
+        logprobs = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
+        return cls(num_top, logprobs, _likeliest(logprobs, max(num_top.values())))
 
     def read(self, row: int, token: int) -> TokenLogprob:
         """Log-probability of `token`, sampled or not, in a requesting row of the step."""
         place = list(self.num_top).index(row)
         # Views where memory is shared: nothing is computed or copied.
-        found, ids = np.asarray(self.all)[place], np.asarray(self.top_ids)[place, : self.num_top[row]]
-        return TokenLogprob(token, float(found[token]), tuple((int(one), float(found[one])) for one in ids))
+        logprobs, ids = np.asarray(self.all)[place], np.asarray(self.top_ids)[place, : self.num_top[row]]
+        return TokenLogprob(token, float(logprobs[token]), tuple((int(one), float(logprobs[one])) for one in ids))
 
 
-def _likeliest(found: mx.array, count: int) -> mx.array:
+def _likeliest(logprobs: mx.array, count: int) -> mx.array:
     if count == 0:
-        return mx.zeros((found.shape[0], 0), mx.uint32)
-    ids = mx.argpartition(-found, kth=count - 1, axis=-1)[:, :count]
-    order = mx.argsort(-mx.take_along_axis(found, ids, axis=-1), axis=-1)
+        return mx.zeros((logprobs.shape[0], 0), mx.uint32)
+    ids = mx.argpartition(-logprobs, kth=count - 1, axis=-1)[:, :count]
+    order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
     return mx.take_along_axis(ids, order, axis=-1)
 
 
@@ -255,21 +255,21 @@ class Runner:
         """Evaluates like `prefill`; returns the log-probability of each of `following` that is not negative."""
         with selecting(self._adapters, adapter):
             logits = self._evaluate_prompt(caches, mx.array(tokens))
-        told = _StepLogprobs.of(logits, [SamplingParams(top_logprobs=num_top)] * len(tokens))
-        assert told is not None, "there is a token at least"
-        mx.eval(told.all, told.top_ids)
+        logprobs = _StepLogprobs.of(logits, [SamplingParams(top_logprobs=num_top)] * len(tokens))
+        assert logprobs is not None, "there is a token at least"
+        mx.eval(logprobs.all, logprobs.top_ids)
         self._finish_prefill(caches, len(tokens))
-        return [told.read(row, int(token)) for row, token in enumerate(following) if token >= 0]
+        return [logprobs.read(row, int(token)) for row, token in enumerate(following) if token >= 0]
 
     def _evaluate_prompt(self, caches: list[LayerCache], tokens: mx.array) -> mx.array:
         """Logits `[num_tokens, vocab_size]`."""
         if self._drafter is None:
             return cast(mx.array, self._model(tokens[None], cache=caches)[0])
-        found = self._drafter.evaluate(tokens[None], caches, [len(tokens)], [self._state_behind(caches)])
-        state = owned(found.behind[-1:])
+        evaluated = self._drafter.evaluate(tokens[None], caches, [len(tokens)], [self._state_behind(caches)])
+        state = owned(evaluated.behind[-1:])
         mx.eval(state)
         self._behind[caches[-1]] = _offset(caches), state
-        return found.logits
+        return evaluated.logits
 
     def _state_behind(self, caches: Sequence[LayerCache]) -> mx.array | None:
         """`[1, width]`; None if it is not known, or the caches have changed since."""
@@ -378,16 +378,16 @@ class Runner:
         assert step.is_long, "a step of one token per row is settled by itself"
         numbers = zip(step.rows, step.num_fed, step.num_sampled, accepted, strict=True)
         stay = {row: num_fed - num_sampled + 1 + num_accepted for row, num_fed, num_sampled, num_accepted in numbers}
-        held = dict(stay)
+        kept = dict(stay)
         with self._forgetting_on_error(step.rows):
             for name in self._names(step.rows):
-                self._batches[name].settle(held)
+                self._batches[name].settle(kept)
         for row, num_accepted in zip(step.rows, accepted, strict=True):
             row.sampling = row.ahead[num_accepted]
             if row.states is not None:
-                row.before = row.states[held[row] : stay[row] + 1]
+                row.before = row.states[kept[row] : stay[row] + 1]
             row.draft, row.ahead, row.states = [], [], None
-        return [held[row] for row in step.rows]
+        return [kept[row] for row in step.rows]
 
     def draft(self, rows: Sequence[DecodeRow], limits: Sequence[int]) -> list[list[int]]:
         """What the drafter expects each row to say after its known tokens, up to `limits` tokens; blocks.
@@ -397,16 +397,16 @@ class Runner:
         drafter = self._drafter
         assert drafter is not None, "nothing drafts for this model"
         _assert_have_state(rows)
-        wanted, found = dict(zip(rows, limits, strict=True)), dict[DecodeRow, mx.array]()
+        wanted, drawn = dict(zip(rows, limits, strict=True)), dict[DecodeRow, mx.array]()
         with self._forgetting_on_error(rows):
             for batch in self._batches.values():
-                found |= self._draft_together(drafter, batch, wanted)
+                drawn |= self._draft_together(drafter, batch, wanted)
             for row, limit in wanted.items():
-                if limit and row not in found and row.before is not None and _can_draft_alone(row, drafter):
+                if limit and row not in drawn and row.before is not None and _can_draft_alone(row, drafter):
                     with selecting(self._adapters, row.adapter):
-                        found[row] = drafter.draft_alone(row.caches, row.known, row.before, limit)
-            mx.eval(list(found.values()))
-        return [cast(list[int], found[row].tolist())[:limit] if row in found else [] for row, limit in wanted.items()]
+                        drawn[row] = drafter.draft_alone(row.caches, row.known, row.before, limit)
+            mx.eval(list(drawn.values()))
+        return [cast(list[int], drawn[row].tolist())[:limit] if row in drawn else [] for row, limit in wanted.items()]
 
     def _draft_together(
         self, drafter: Drafter, batch: DecodeBatch, wanted: Mapping[DecodeRow, int]
@@ -483,12 +483,12 @@ class Runner:
             batch = self._batches[name]
             members = [row for row in step.rows if self.mixes or row.adapter == name]
             for caches, called in self._calls(batch, members, places, spare_bytes):
-                found = [place for row in called for place in places[row]]
+                called_places = [place for row in called for place in places[row]]
                 if caches is called[0].caches and called[0].draft:
-                    batch.hold(called[0], len(found))
+                    batch.hold(called[0], len(called_places))
                 lengths = [len(places[row]) for row in called]
-                logits.append(self._logits(step, _at(tokens, found), caches, called, lengths))
-                order += found
+                logits.append(self._logits(step, _at(tokens, called_places), caches, called, lengths))
+                order += called_places
             batch.advance()
         pairs = zip(places.values(), step.num_sampled, strict=True)
         sampled = [place for fed, num_sampled in pairs for place in fed[-num_sampled:]]
@@ -538,14 +538,14 @@ class Runner:
                 logits: mx.array = self._model(inputs, cache=caches).flatten(0, 1)
                 return logits if seen is None else logits[seen]
             before = [None if row.before is None else row.before[:1] for row in rows]
-            found = self._drafter.evaluate(inputs, caches, lengths, before)
+            evaluated = self._drafter.evaluate(inputs, caches, lengths, before)
         for row, length, stop in zip(rows, lengths, accumulate(lengths), strict=True):
             start = stop - length
             if step.is_long:
-                row.states = mx.concatenate([found.before[start : start + 1], found.behind[start:stop]])
+                row.states = mx.concatenate([evaluated.before[start : start + 1], evaluated.behind[start:stop]])
             else:
-                row.before = found.behind[start:stop]
-        return found.logits if seen is None else found.logits[seen]
+                row.before = evaluated.behind[start:stop]
+        return evaluated.logits if seen is None else evaluated.logits[seen]
 
     @contextmanager
     def _forgetting_on_error(self, rows: Sequence[DecodeRow]) -> Iterator[None]:

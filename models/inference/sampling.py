@@ -39,7 +39,7 @@ _Window: TypeAlias = dict[str, mx.array]
 """
 
 
-def _windows_of(params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> tuple[_Window | None, ...]:
+def _windows_of(params: SamplingParams, texts: Sequence[TokenIds], vocab_size: int) -> tuple[_Window | None, ...]:
     """One for each of `_WINDOWED`, at the end of prompt and output, which are `held`.
 
     Without `repeat_last_n`, repetition counts in prompt and output, the others in the output.
@@ -49,10 +49,10 @@ def _windows_of(params: SamplingParams, held: Sequence[TokenIds], vocab_size: in
     longest_word = max(map(len, params.bad_words), default=0)
     second, length = (_NEUTRAL, length) if length is not None else ((1.0, *others), ALL_TOKENS)
     return (
-        {"recent": mx.array(_last_tokens(held[1:], longest_word - 1, vocab_size))} if longest_word else None,
-        _counted(first, length, held, vocab_size),
-        _counted(second, length, held[1:], vocab_size),
-        _repeated_ends(params, held, vocab_size) if params.is_dry else None,
+        {"recent": mx.array(_last_tokens(texts[1:], longest_word - 1, vocab_size))} if longest_word else None,
+        _counted(first, length, texts, vocab_size),
+        _counted(second, length, texts[1:], vocab_size),
+        _repeated_ends(params, texts, vocab_size) if params.is_dry else None,
     )
 
 
@@ -60,19 +60,19 @@ _NEUTRAL = 1.0, 0.0, 0.0
 """Penalties on repetition, presence and frequency."""
 
 
-def _counted(penalties: tuple[float, ...], length: int, held: Sequence[TokenIds], vocab_size: int) -> _Window | None:
+def _counted(penalties: tuple[float, ...], length: int, texts: Sequence[TokenIds], vocab_size: int) -> _Window | None:
     if penalties == _NEUTRAL or not length:
         return None
-    found = _last_tokens(held, length, vocab_size)
-    counts = np.bincount(found[found != _NO_TOKEN], minlength=vocab_size)
-    recent = mx.array([] if length == ALL_TOKENS else found, mx.int32)
+    tokens = _last_tokens(texts, length, vocab_size)
+    counts = np.bincount(tokens[tokens != _NO_TOKEN], minlength=vocab_size)
+    recent = mx.array([] if length == ALL_TOKENS else tokens, mx.int32)
     return {"recent": recent, "counts": mx.array(counts, mx.float32), "penalties": mx.array(penalties)}
 
 
-def _repeated_ends(params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> _Window:
+def _repeated_ends(params: SamplingParams, texts: Sequence[TokenIds], vocab_size: int) -> _Window:
     """`lengths`: for each place, how many tokens before it equal the sequence's last ones; at most `MAX_REPEATED`."""
     assert params.dry_penalty_last_n != ALL_TOKENS, "`within` says how many all of them can become"
-    recent = _last_tokens(held, params.dry_penalty_last_n, vocab_size)
+    recent = _last_tokens(texts, params.dry_penalty_last_n, vocab_size)
     lengths = _repeated_lengths(recent, (recent == _NO_TOKEN) | _breakers_of(params, vocab_size)[recent])
     return {"recent": mx.array(recent), "lengths": mx.array(lengths)}
 
@@ -97,10 +97,10 @@ def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> N
     return lengths
 
 
-def _last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
+def _last_tokens(texts: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
     """The last `length` tokens of the lists `held`, filled up in front, or all for `ALL_TOKENS`."""
     filler = np.full(max(0, length), _NO_TOKEN, np.int32)
-    ids = np.concatenate([filler, *(np.asarray(token_ids, np.int32) for token_ids in held)])
+    ids = np.concatenate([filler, *(np.asarray(token_ids, np.int32) for token_ids in texts)])
     known = np.where((ids >= 0) & (ids < vocab_size), ids, _NO_TOKEN).astype(np.int32)
     return known if length == ALL_TOKENS else known[ids.size - length :]
 
@@ -133,15 +133,15 @@ class RowSampling:
 
     def ahead(self, draft: Sequence[int]) -> list["RowSampling"]:
         """This state, then the state after each token of a draft. No `BatchSampler` may hold newer penalties."""
-        found = [self]
+        states = [self]
         penalties = _windowed([self], self._vocab_size) if draft and any(self.windows) else []
         for token in draft:
             state = object.__new__(RowSampling)
-            vars(state).update(vars(found[-1]), position=found[-1].position + 1)
+            vars(state).update(vars(states[-1]), position=states[-1].position + 1)
             counted = iter([penalty.counted(token) for penalty in penalties])
             state.windows = tuple([window and next(counted) for window in self.windows])
-            found.append(state)
-        return found
+            states.append(state)
+        return states
 
     def key(self, use: str = "") -> bytes:
         """8 random bytes of the next draw, for one use of them."""
@@ -160,8 +160,8 @@ def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Stage]:
     """What a row uses, in the order of applying: bias, bans, penalties."""
     windowed, early = _windowed(rows, vocab_size), _early_ends(rows, vocab_size)
     bad_words = [one for one in windowed if isinstance(one, _BadWords)]
-    found = [_bias(rows), _allowed_tokens(rows, vocab_size), *bad_words, early, *windowed[len(bad_words) :]]
-    return [one for one in found if one is not None]
+    penalties = [_bias(rows), _allowed_tokens(rows, vocab_size), *bad_words, early, *windowed[len(bad_words) :]]
+    return [one for one in penalties if one is not None]
 
 
 def _windowed(rows: Sequence[RowSampling], vocab_size: int) -> "list[Penalty]":
@@ -219,8 +219,8 @@ class Penalty:
 
     def _aligned(self, name: str, filler: int) -> mx.array:
         """Of all windows, `[num_rows, longest]`, with `filler` in front."""
-        held = [window[name] if window else mx.array([], mx.int32) for window in self._windows]
-        return mx.stack([mx.pad(one, (self._longest - one.size, 0), constant_values=filler) for one in held])
+        columns = [window[name] if window else mx.array([], mx.int32) for window in self._windows]
+        return mx.stack([mx.pad(one, (self._longest - one.size, 0), constant_values=filler) for one in columns])
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Penalised logits."""
@@ -313,12 +313,12 @@ class _BadWords(Penalty):
 
     def __init__(self, rows: Sequence[RowSampling], windows: Sequence[_Window | None], vocab_size: int) -> None:
         super().__init__(rows, windows, vocab_size)
-        found = [(index, ids) for index, row in enumerate(rows) for ids in row.params.bad_words]
-        before = [[_NO_TOKEN] * (self._longest + 1 - len(ids)) + list(ids[:-1]) for _, ids in found]
+        sequences = [(index, ids) for index, row in enumerate(rows) for ids in row.params.bad_words]
+        before = [[_NO_TOKEN] * (self._longest + 1 - len(ids)) + list(ids[:-1]) for _, ids in sequences]
         self._before = mx.array(np.array(before, np.int32))
         """Each sequence without its last token, right-aligned; `_NO_TOKEN` is any token."""
-        self._row_ids = mx.array([index for index, _ in found])
-        self._last = mx.array([ids[-1] for _, ids in found])
+        self._row_ids = mx.array([index for index, _ in sequences])
+        self._last = mx.array([ids[-1] for _, ids in sequences])
 
     def __call__(self, logits: mx.array) -> mx.array:
         is_met = ((self._before == _NO_TOKEN) | (self._before == self._recent[self._row_ids])).all(axis=-1)
@@ -342,8 +342,8 @@ def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Stage]:
     They take and return float32 `[num_rows, vocab_size]`, each row's maximum 0 at first, -inf for dropped tokens.
     """
     params = [SamplingParams() if row.params.is_greedy else row.params for row in rows]
-    found = [_near_maximum(params), _likeliest(params, vocab_size), _typical(params), _xtc(rows, params)]
-    return [one for one in found if one is not None]
+    filters = [_near_maximum(params), _likeliest(params, vocab_size), _typical(params), _xtc(rows, params)]
+    return [one for one in filters if one is not None]
 
 
 def _near_maximum(params: Sequence[SamplingParams]) -> Stage | None:

@@ -103,19 +103,19 @@ NUMBERS: Mapping[str, type] = {
 
 def settled(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by name, with `SamplingParams`' own for those by which clients switch something off."""
-    found = dict(values)
-    if found.get("seed") is not None and found["seed"] < 0:
-        found["seed"] = None
-    if found.get("top_k", 0) < 0:
-        found["top_k"] = 0
-    if found.get("top_n_sigma", 0) < 0:
-        found["top_n_sigma"] = 0.0
-    if found.get("typical_p") == 0:
-        found["typical_p"] = 1.0
-    if found.get("top_p") == 0:
+    settled_values = dict(values)
+    if settled_values.get("seed") is not None and settled_values["seed"] < 0:
+        settled_values["seed"] = None
+    if settled_values.get("top_k", 0) < 0:
+        settled_values["top_k"] = 0
+    if settled_values.get("top_n_sigma", 0) < 0:
+        settled_values["top_n_sigma"] = 0.0
+    if settled_values.get("typical_p") == 0:
+        settled_values["typical_p"] = 1.0
+    if settled_values.get("top_p") == 0:
         # A mass of 0 leaves only the likeliest token.
-        found |= {"top_p": 1.0, "top_k": 1}
-    return found
+        settled_values |= {"top_p": 1.0, "top_k": 1}
+    return settled_values
 
 
 def check(params: SamplingParams, vocab_size: int) -> None:

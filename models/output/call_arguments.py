@@ -54,24 +54,24 @@ class ArgumentReader:
     def match(self, pattern: Any, start: int | None = None) -> Steps[Found]:
         """The match of `pattern` at `start`, once no further text can change it."""
         while True:
-            found = pattern.match(self.text, self.pos if start is None else start, partial=not self.is_over)
-            if found is None or not found.partial:
-                return found
+            match = pattern.match(self.text, self.pos if start is None else start, partial=not self.is_over)
+            if match is None or not match.partial:
+                return match
             yield
 
     def take(self, pattern: Any) -> Steps[Found]:
         """As `match` at `pos`; reads what matches."""
-        found = yield from self.match(pattern)
-        if found is not None:
-            self.pos = found.end()
-        return found
+        match = yield from self.match(pattern)
+        if match is not None:
+            self.pos = match.end()
+        return match
 
     def need(self, pattern: Any) -> Steps[Found]:
         """As `take`; raises Refused."""
-        found = yield from self.take(pattern)
-        if found is None:
+        match = yield from self.take(pattern)
+        if match is None:
             raise Refused
-        return found
+        return match
 
     def drop(self, stop: int) -> None:
         """Forgets the text before `stop`, except in `written`."""
@@ -128,15 +128,15 @@ class ArgumentReader:
             return
         self.add("{")
         properties, given, was_text = properties_of(schema), set[str](), False
-        while found := (yield from self.take(form.key)):
-            key, self._has_crlf = found["key"].strip(), found.groupdict().get("crlf") is not None
-            if found.groupdict().get("opened", key) is None:
+        while opener := (yield from self.take(form.key)):
+            key, self._has_crlf = opener["key"].strip(), opener.groupdict().get("crlf") is not None
+            if opener.groupdict().get("opened", key) is None:
                 if key not in properties:
                     raise Refused
                 self.mend("value's tag left out")
             self._name_argument(key, given, schema, was_text=was_text)
             types = types_of(properties.get(key), schema)
-            if not types and (kind := found.groupdict().get("kind")) is not None:
+            if not types and (kind := opener.groupdict().get("kind")) is not None:
                 types = _TEXT if kind in ("string", "true") else _NO_TEXT
             was_text = yield from self._tagged(form, types, properties.keys() - given)
 
@@ -172,14 +172,14 @@ class ArgumentReader:
         """Reads a value and its end tag; returns where one that is no text stops. `others` are keys not yet given."""
         scan, depth = self.pos, 0
         while True:
-            found = yield from self._next_mark(ends, scan, is_text=is_text)
-            mark, size = found.start(), len(found[0])
+            ending = yield from self._next_mark(ends, scan, is_text=is_text)
+            mark, size = ending.start(), len(ending[0])
             start = self._before_space(mark)
             if is_text:
                 self._give_text(start)
                 mark, start = mark - start, 0
             scan = mark + 1
-            if found["nested"] is not None:
+            if ending["nested"] is not None:
                 depth, scan = depth + 1, mark + size
                 continue
             end = yield from self._end_at((start, mark), (ends.value,) if depth else (ends.value, ends.doubled))
@@ -198,7 +198,7 @@ class ArgumentReader:
                 return 0
             if self.text[mark] in OVER:
                 raise Refused
-            if ends.inner and found[0] == ends.inner[0]:
+            if ends.inner and ending[0] == ends.inner[0]:
                 self._give_text(mark)
                 self.give(escaped(ends.inner[1]))
                 self.pos = scan = size
@@ -208,19 +208,19 @@ class ArgumentReader:
         """The first match of one of the patterns at one of the places."""
         for pattern in patterns:
             for place in places:
-                if (found := (yield from self.match(pattern, place))) is not None:
-                    return found
+                if (match := (yield from self.match(pattern, place))) is not None:
+                    return match
         return None
 
     def _next_mark(self, ends: Ends, scan: int, *, is_text: bool) -> Steps[Found]:
         """The next place where a value may end; a text before it is given out."""
         while True:
-            found = None
+            mark = None
             if not ends.letters.isdisjoint(self.text[scan:]):
-                found = ends.mark.search(self.text, scan, partial=not self.is_over)
-            if found is not None and not found.partial:
-                return found
-            scan = len(self.text) if found is None else found.start()
+                mark = ends.mark.search(self.text, scan, partial=not self.is_over)
+            if mark is not None and not mark.partial:
+                return mark
+            scan = len(self.text) if mark is None else mark.start()
             if is_text:
                 stop = self._before_space(scan)
                 self._give_text(stop)
@@ -294,12 +294,12 @@ class ArgumentReader:
             if not closers and (yield from self.match(form.without)):
                 self.mend("brace left out")
                 break
-            found = yield from self.need(_key(style.quote))
-            if given and not found["comma"]:
+            match = yield from self.need(_key(style.quote))
+            if given and not match["comma"]:
                 if len(style.quote) == 1:
                     raise Refused
                 self.mend("comma left out")
-            key = found["bare"] if found["text"] is None else json.loads(f'"{found["text"]}"', strict=False)
+            key = match["bare"] if match["text"] is None else json.loads(f'"{match["text"]}"', strict=False)
             self._name_argument(well_formed(key), given, schema, was_text=was_text and not closers)
             keys = tuple(properties) if not closers else ()
             was_text = yield from self._value(form, style, properties.get(key), inner, keys)
@@ -324,18 +324,18 @@ class ArgumentReader:
         self, form: Patterns, style: Literal, schema: Any, closers: tuple[str, ...], keys: tuple[str, ...]
     ) -> Steps[bool]:
         """Reads a value in a literal; returns whether it is a text without escapes."""
-        found = yield from self.match(_value_start(style.quote))
-        kind, types = found.lastgroup if found is not None else None, types_of(schema)
+        match = yield from self.match(_value_start(style.quote))
+        kind, types = match.lastgroup if match is not None else None, types_of(schema)
         if kind == "object":
             yield from self.members(form, style, schema, closers)
         elif kind == "array" or (kind == "tuple" and style.assign == "="):
             yield from self._items(form, style, schema, closers)
         elif kind == "quote":
-            self.pos = found.end()
-            return (yield from self._quoted(found["quote"], style, is_argument=len(closers) == 1))
+            self.pos = match.end()
+            return (yield from self._quoted(match["quote"], style, is_argument=len(closers) == 1))
         elif kind == "raw":
-            self.pos = found.end()
-            yield from self._text_until(form.raw_ends(closers, keys, found["raw"]), set(keys))
+            self.pos = match.end()
+            yield from self._text_until(form.raw_ends(closers, keys, match["raw"]), set(keys))
             return True
         elif (len(style.quote) == 1 or types != _TEXT) and (bare := (yield from self.take(_BARE))) is not None:
             self.give(_bare_text(bare["bare"]))
@@ -367,10 +367,10 @@ class ArgumentReader:
         plain, closing = _plain(quote[0]), re.compile(re.escape(quote) + (_BEHIND_ARGUMENT if is_loose else ""))
         are_loose = set[bool]()
         while True:
-            if found := plain.match(self.text, self.pos):
-                self.give(escaped(found[0]))
-                self.pos = found.end()
-                if "\n" in found[0]:
+            if match := plain.match(self.text, self.pos):
+                self.give(escaped(match[0]))
+                self.pos = match.end()
+                if "\n" in match[0]:
                     self.mend("line break in a string")
             if self.pos == len(self.text):
                 self.drop(self.pos)

@@ -246,5 +246,5 @@ def find_call_format(vocabulary: Container[str], template: str, declared: str | 
     by_sign = (one for one in FORMATS if re.search(one.signs, template))
     has_tools = "tools" in template
     by_token = (one for one in FORMATS if any(token in vocabulary for token in one.tokens))
-    found = next(by_sign, None) or next(by_token, None)
-    return None if found is not None and found.is_bare and not has_tools else found
+    form = next(by_sign, None) or next(by_token, None)
+    return None if form is not None and form.is_bare and not has_tools else form

@@ -103,11 +103,11 @@ class CallReader(OutputParser):
             yield from self._group(is_in_code="`" in start[0])
         while True:
             is_plain = self._first_letters.isdisjoint(reader.text)
-            found = None if is_plain else self._start.search(reader.text, partial=not reader.is_over)
-            stop = len(reader.text) if found is None else found.start()
+            start = None if is_plain else self._start.search(reader.text, partial=not reader.is_over)
+            stop = len(reader.text) if start is None else start.start()
             self._say(reader.text[:stop])
             reader.drop(stop)
-            if found is None or found.partial:
+            if start is None or start.partial:
                 yield
             elif reader.text[0] in OVER:
                 return self._end()
@@ -164,10 +164,10 @@ class CallReader(OutputParser):
         """The form of the call that follows: the model's own, or another's; raises Refused."""
         unknown = None
         for form in (self._own, *_others(self.call_format, is_opened=is_opened)):
-            found = yield from self._reader.match(form.head)
-            if found is None:
+            head = yield from self._reader.match(form.head)
+            if head is None:
                 continue
-            if form.form.is_envelope or self._declared(found["name"]) is not None:
+            if form.form.is_envelope or self._declared(head["name"]) is not None:
                 if form is not self._own:
                     self._reader.mend("another family's form")
                 return form
@@ -206,13 +206,13 @@ class CallReader(OutputParser):
 
     def _unwrap(self, form: Patterns, schema: Any) -> Steps[bool]:
         """Reads a whole call that stands for its own arguments; raises Refused for another one."""
-        reader, found = self._reader, (yield from self._reader.match(_WRAPPED))
-        name = None if found is None else self._declared(found["name"])
-        if found is None or name is None or found["key"] in properties_of(schema):
+        reader, match = self._reader, (yield from self._reader.match(_WRAPPED))
+        name = None if match is None else self._declared(match["name"])
+        if match is None or name is None or match["key"] in properties_of(schema):
             return False
         if reader.opening is None or name != reader.opening.name:
             raise Refused
-        reader.pos = found.end()
+        reader.pos = match.end()
         reader.mend("a call as its own arguments")
         yield from self._field_of_arguments(form)
         yield from reader.need(_CLOSED)
@@ -387,16 +387,16 @@ class HarmonyReader(CallReader):
         """Gives out a message's body, perhaps with its end marker."""
         reader, self._thought = self._reader, ""
         while True:
-            found = _FRAME.search(reader.text, reader.pos, partial=not reader.is_over)
-            stop = len(reader.text) if found is None else found.start()
+            frame = _FRAME.search(reader.text, reader.pos, partial=not reader.is_over)
+            stop = len(reader.text) if frame is None else frame.start()
             self._put(kind, reader.text[reader.pos : stop])
             reader.drop(stop)
-            if found is not None and not found.partial:
+            if frame is not None and not frame.partial:
                 break
             yield
-        if found[0] not in ("<|start|>", "<|channel|>", *OVER):
-            self._put(Text, found[0] if has_mark else "")
-            self._thought, reader.pos = "", len(found[0])
+        if frame[0] not in ("<|start|>", "<|channel|>", *OVER):
+            self._put(Text, frame[0] if has_mark else "")
+            self._thought, reader.pos = "", len(frame[0])
 
     def _put(self, kind: type[Text | Reasoning], text: str) -> None:
         if kind is Text:
@@ -448,11 +448,11 @@ def _others(call_format: CallFormat, *, is_opened: bool) -> tuple[Patterns, ...]
             replace(one, open=outer, close=close, aliases=aliases, repeats_open=call_format.repeats_open)
         )
 
-    found = {patterns_of(call_format).head.pattern: patterns_of(call_format)}
+    patterns = {patterns_of(call_format).head.pattern: patterns_of(call_format)}
     for one in (HERMES, CODER, GLM, *(VARIANTS if is_opened else ()), *forms):
         if one in forms or one in VARIANTS:
-            found.setdefault(within(one).head.pattern, within(one))
-    return tuple(found.values())[1:]
+            patterns.setdefault(within(one).head.pattern, within(one))
+    return tuple(patterns.values())[1:]
 
 
 _ARGUMENTS: Final = ("arguments", "parameters")

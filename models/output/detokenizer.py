@@ -148,6 +148,6 @@ def token_search(piece: Callable[[int], bytes], vocab_size: int) -> Callable[[st
     @lru_cache(MAX_KEPT)
     def containing(text: str) -> tuple[int, ...]:
         wanted = text.encode()
-        return tuple(index for index, held in enumerate(pieces()) if wanted in held)
+        return tuple(index for index, text_bytes in enumerate(pieces()) if wanted in text_bytes)
 
     return containing

@@ -96,8 +96,8 @@ class MarkerSearch:
 
     def flush(self) -> str:
         """The text held back, which is no marker since the text has ended."""
-        held, self._held = self._held, ""
-        return held
+        text, self._held = self._held, ""
+        return text
 
 
 def _num_begun(marker: str, text: str) -> int:
@@ -139,7 +139,7 @@ class OutputParser:
         if text:
             yield Text(text)
 
-    def _rest(self, held: str, *, is_complete: bool) -> list[Piece]:
+    def _rest(self, text: str, *, is_complete: bool) -> list[Piece]:
         return []
 
     def _noted(self, pieces: list[Piece]) -> list[Piece]:
@@ -239,15 +239,15 @@ class ReasoningParser(OutputParser):
         self.is_cut = self._answer.is_cut
         return super()._noted(pieces)
 
-    def _rest(self, held: str, *, is_complete: bool) -> list[Piece]:
+    def _rest(self, text: str, *, is_complete: bool) -> list[Piece]:
         if self._phase is _Phase.REASONING:
-            return self._unclosed(held, is_complete=is_complete)
-        pieces = self._answer.feed(self._space + held) if self._phase is _Phase.BEFORE else []
+            return self._unclosed(text, is_complete=is_complete)
+        pieces = self._answer.feed(self._space + text) if self._phase is _Phase.BEFORE else []
         return pieces + self._answer.finish(is_complete=is_complete)
 
-    def _unclosed(self, held: str, *, is_complete: bool) -> list[Piece]:
+    def _unclosed(self, text: str, *, is_complete: bool) -> list[Piece]:
         """A model that ends by itself within a thought has called at its end, or has answered there."""
-        ended = [*self._thought.feed(held), *self._thought.finish(is_complete=is_complete)]
+        ended = [*self._thought.feed(text), *self._thought.finish(is_complete=is_complete)]
         pieces = [*self._told(ended)]
         if self._thought.made_calls:
             return pieces

@@ -81,11 +81,11 @@ def _reader_of(data: bytes) -> Callable[[bytes], ImageHeader]:
     starts = {b"\x89PNG\r\n\x1a\n": _read_png, b"\xff\xd8\xff": _read_jpeg, b"GIF8": _read_gif}
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return _read_webp
-    found = next((read for start, read in starts.items() if data.startswith(start)), None)
-    if found is None:
+    reader = next((read for start, read in starts.items() if data.startswith(start)), None)
+    if reader is None:
         kind = "a PDF" if data.startswith(b"%PDF") else "of another kind"
         raise InvalidImage(f"only PNG, JPEG, WEBP and GIF images are read, and this file is {kind}")
-    return found
+    return reader
 
 
 def _parts() -> Iterator[int]:

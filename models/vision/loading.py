@@ -82,14 +82,14 @@ class _Unproven(Exception):
 
 def _read_tensors(folder: Path) -> dict[str, mx.array]:
     """A tower's, lazy, by their names after the prefix; whatever the files are called."""
-    found = dict[str, mx.array]()
+    read = dict[str, mx.array]()
     for file in sorted(folder.glob("*.safetensors")):
         names = [name for name in weights.read_header(file) if name.startswith(_PREFIXES)]
         tensors: Any = mx.load(str(file), format="safetensors") if names else {}
         for name in names:
             prefix = next(prefix for prefix in _PREFIXES if name.startswith(prefix))
-            found[name.removeprefix(prefix)] = tensors[name]
-    return found
+            read[name.removeprefix(prefix)] = tensors[name]
+    return read
 
 
 def keep_vision(folder: Path, target: Path) -> None:
@@ -111,15 +111,15 @@ def keep_vision(folder: Path, target: Path) -> None:
 def _tower(config: Mapping[str, Any], images: QwenImages, tensors: dict[str, mx.array]) -> QwenTower:
     if config["model_type"] not in _FAMILIES:
         raise _Unproven(f"towers of the family {config['model_type']!r} are not read yet")
-    found, tower = QwenTower.sanitized(tensors), QwenTower(config["vision_config"], images)
-    quantize(tower, class_predicate=partial(_packing, found))
-    tower.load_weights(list(found.items()))
+    weights, tower = QwenTower.sanitized(tensors), QwenTower(config["vision_config"], images)
+    quantize(tower, class_predicate=partial(_packing, weights))
+    tower.load_weights(list(weights.items()))
     tower.eval()
     return tower
 
 
-def _packing(found: dict[str, mx.array], path: str, layer: Module) -> dict[str, Any] | bool:
-    return f"{path}.scales" in found and cast(dict[str, Any], infer_quant_config(path, layer, found))
+def _packing(tensors: dict[str, mx.array], path: str, layer: Module) -> dict[str, Any] | bool:
+    return f"{path}.scales" in tensors and cast(dict[str, Any], infer_quant_config(path, layer, tensors))
 
 
 def _attached(model: Module, config: Mapping[str, Any]) -> VisionInputs:

@@ -97,16 +97,16 @@ class Pictures:
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
         """Of the tokens `[start, stop)` by time, row and column: int64 `[3, stop - start]`."""
-        found = np.tile(np.arange(start, stop), (3, 1)) + self.shift(start)
-        for one in self.placed:
-            first, last = max(start, one.start), min(stop, one.stop)
+        places = np.tile(np.arange(start, stop), (3, 1)) + self.shift(start)
+        for picture in self.placed:
+            first, last = max(start, picture.start), min(stop, picture.stop)
             if first < last:
-                rows, columns = np.divmod(np.arange(first, last) - one.start, one.picture.grid[1])
+                rows, columns = np.divmod(np.arange(first, last) - picture.start, picture.picture.grid[1])
                 inside = np.stack([np.zeros_like(rows), rows, columns])
-                found[:, first - start : last - start] = inside + one.start + self.shift(one.start)
-            if (behind := max(start, one.stop)) < stop:
-                found[:, behind - start :] = np.arange(behind, stop) + self.shift(one.stop)
-        return found
+                places[:, first - start : last - start] = inside + picture.start + self.shift(picture.start)
+            if (behind := max(start, picture.stop)) < stop:
+                places[:, behind - start :] = np.arange(behind, stop) + self.shift(picture.stop)
+        return places
 
     def chunk_end(self, offset: int, stop: int) -> int:
         """The end of a chunk that was to end at `stop`: no later than either end of a picture.

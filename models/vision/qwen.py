@@ -79,15 +79,15 @@ class QwenImages:
         side, sides = self.patch * self.merge, (height, width)
         if max(sides) > _MAX_ASPECT * min(sides):
             raise InvalidImage(f"the image has {width}x{height} pixels; no side may be {_MAX_ASPECT} times the other")
-        found = [round(one / side) for one in sides]
-        pixels = math.prod(found) * side**2
+        grid = [round(one / side) for one in sides]
+        pixels = math.prod(grid) * side**2
         if pixels > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
-            found = [max(1, math.floor(one / shrink / side)) for one in sides]
+            grid = [max(1, math.floor(one / shrink / side)) for one in sides]
         elif pixels < self.min_pixels:
             stretch = math.sqrt(self.min_pixels / (height * width))
-            found = [math.ceil(one * stretch / side) for one in sides]
-        return found[0], found[1]
+            grid = [math.ceil(one * stretch / side) for one in sides]
+        return grid[0], grid[1]
 
     def patches(self, picture: Picture) -> NDArray[np.float32]:
         """`[num_patches, values]`, square by square; raises InvalidImage."""
@@ -116,8 +116,8 @@ class _Attention(Module):
         width = values.shape[-1]
         missing = next((fused for fused in _FUSED_WIDTHS if fused >= width), width) - width
         padded = [mx.pad(one, [(0, 0), (0, 0), (0, missing)])[None] for one in (queries, keys, values)]
-        found = mx.fast.scaled_dot_product_attention(*padded, scale=width**-0.5)[0, :, :, :width]
-        return self.proj(found.transpose(1, 0, 2).reshape(len(hidden), -1))
+        output = mx.fast.scaled_dot_product_attention(*padded, scale=width**-0.5)[0, :, :, :width]
+        return self.proj(output.transpose(1, 0, 2).reshape(len(hidden), -1))
 
 
 def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
@@ -228,8 +228,8 @@ class QwenTower(Module):
     def _places(self, picture: Picture) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Row and column of each patch, square by square."""
         merge, (rows, columns) = self._images.merge, picture.grid
-        found = np.indices((rows * merge, columns * merge)).reshape(2, rows, merge, columns, merge)
-        flat = found.transpose(0, 1, 3, 2, 4).reshape(2, -1)
+        places = np.indices((rows * merge, columns * merge)).reshape(2, rows, merge, columns, merge)
+        flat = places.transpose(0, 1, 3, 2, 4).reshape(2, -1)
         return flat[0], flat[1]
 
     def _angles(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> tuple[mx.array, mx.array]:
@@ -242,13 +242,13 @@ class QwenTower(Module):
     def _embedded_places(self, picture: Picture, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> mx.array:
         """The square of learned positions, stretched over the picture: the four next to each patch, weighed."""
         merge, (height, width) = self._images.merge, picture.grid
-        found: mx.array | int = 0
+        embedded: mx.array | int = 0
         for row, row_share in _neighbours(rows, height * merge, self._side):
             for column, column_share in _neighbours(columns, width * merge, self._side):
                 near = self.pos_embed(mx.array(row * self._side + column))
-                found = found + near * mx.array((row_share * column_share)[:, None]).astype(near.dtype)
-        assert isinstance(found, mx.array)
-        return found
+                embedded = embedded + near * mx.array((row_share * column_share)[:, None]).astype(near.dtype)
+        assert isinstance(embedded, mx.array)
+        return embedded
 
 
 def _neighbours(

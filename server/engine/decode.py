@@ -264,14 +264,14 @@ class DecodePipeline:
                 # Before the step is settled: what was accepted is right, whatever becomes of the state.
                 accepted[index] = sequence.accept(samples[index], now, partial(step.logprob, index))
         # The sample of a plain step is in the layer caches if a newer step, launched already, was fed it.
-        held: list[int] = [one in self._sequences for one in sequences]
+        stays: list[int] = [one in self._sequences for one in sequences]
         if step.is_long:
             try:
-                held = self._runner.settle(step, accepted)
+                stays = self._runner.settle(step, accepted)
             except Exception as error:  # of the device
                 self._recover(sequences, error)
                 return None
-        for sequence, num_held in zip(sequences, held, strict=True):
+        for sequence, num_held in zip(sequences, stays, strict=True):
             sequence.log(num_held)
             if sequence.row.is_forced and sequence.row.known and sequence.output.reason is None:
                 self._try_force(sequence)

@@ -494,10 +494,10 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
     if config.disk_folder is None:
         return None
     for former in model_folders.find_former(config.disk_folder, loaded.name, loaded.fingerprint):
-        told = (
+        text = (
             "%s holds conversations of a %s with other files, which are not used: mlx-serve cache rm %s deletes them"
         )
-        logger.warning(told, former, loaded.name, former.name)
+        logger.warning(text, former, loaded.name, former.name)
     # One folder for each model: state of older library versions is found there, and removed.
     folder = model_folders.place(config.disk_folder, loaded.name, loaded.fingerprint)
     return DiskTier(

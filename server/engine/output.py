@@ -145,11 +145,11 @@ class CallConstraint(GrammarConstraint):
 
     def _look(self, text: str, token: int | None = None) -> None:
         self._text = (self._text + text)[-_MAX_OPENER:]
-        found = self._opener.pattern.search(self._text) if self._opener.token in (None, token) else None
-        if found is None:
+        match = self._opener.pattern.search(self._text) if self._opener.token in (None, token) else None
+        if match is None:
             return
         self._text, self._matcher, self.is_binding = "", self._compiled.begin(), True
-        if begun := found[found.re.groups]:
+        if begun := match[match.re.groups]:
             self._matcher.accept_text(begun)
             with suppress(GrammarFailed):
                 self._matcher.mask()

@@ -98,46 +98,47 @@ class Scheduler(Generic[S]):
         self.is_stalled = False
         """Nothing can begin until a request ends or memory is given back."""
 
-    def add(self, one: S) -> None:
+    def add(self, sequence: S) -> None:
         """Queues a sequence."""
-        self.sequences[one.request.request_id] = one
-        others = self._of_session(one)
+        self.sequences[sequence.request.request_id] = sequence
+        others = self._of_session(sequence)
         for other in others:
-            if other.arrival > one.arrival:  # as when a request is replayed
+            if other.arrival > sequence.arrival:  # as when a request is replayed
                 self._predecessors.pop(other, None)
-        others.append(one)
+        others.append(sequence)
 
-    def remove(self, one: S) -> None:
+    def remove(self, sequence: S) -> None:
         """Forgets an ended sequence; waiting ones may be tried again."""
-        self.take_out(one)
+        self.take_out(sequence)
         deferred = [other for other in self.sequences.values() if other.is_deferred]
         if deferred:
             min(deferred, key=lambda other: other.rank).is_deferred = False
 
-    def take_out(self, one: S) -> None:
+    def take_out(self, sequence: S) -> None:
         """Forgets a sequence that begins again; waiting ones may be tried again."""
-        del self.sequences[one.request.request_id]
-        self._predecessors.pop(one, None)
-        self._lent.pop(one, None)
-        self._awaited = {other: goal for other, goal in self._awaited.items() if one not in (other, goal[0])}
-        for other in self._common.pop(one, {}):
-            del self._common[other][one]
-        self._leave_session(one)
+        del self.sequences[sequence.request.request_id]
+        self._predecessors.pop(sequence, None)
+        self._lent.pop(sequence, None)
+        self._awaited = {other: goal for other, goal in self._awaited.items() if sequence not in (other, goal[0])}
+        for other in self._common.pop(sequence, {}):
+            del self._common[other][sequence]
+        self._leave_session(sequence)
         self.is_stalled = False
 
     def in_phase(self, phase: Phase) -> list[S]:
         """Sequences, best rank first."""
         return sorted([one for one in self.sequences.values() if one.phase is phase], key=attrgetter("rank"))
 
-    def common_tokens(self, one: S, other: S) -> int:
+    def common_tokens(self, sequence: S, other: S) -> int:
         """The length of the common prefix, 0 where state may not be shared."""
-        if one.namespace != other.namespace or not (one.request.cache_prompt and other.request.cache_prompt):
+        reuses = sequence.request.cache_prompt and other.request.cache_prompt
+        if sequence.namespace != other.namespace or not reuses:
             return 0
-        found = self._common.setdefault(one, {})
-        if other not in found:
-            found[other] = common_prefix_length(one.tokens, other.tokens)
-            self._common.setdefault(other, {})[one] = found[other]
-        return found[other]
+        known = self._common.setdefault(sequence, {})
+        if other not in known:
+            known[other] = common_prefix_length(sequence.tokens, other.tokens)
+            self._common.setdefault(other, {})[sequence] = known[other]
+        return known[other]
 
     def choose_prefill(self, restorable: Callable[[S], int], max_tokens: int) -> S | None:
         """The sequence that gets the next prefill chunk; None if none can get one.
@@ -192,9 +193,9 @@ class Scheduler(Generic[S]):
             if prefill.phase is Phase.PREFILLING and prefill.offset < stop
         }
         self._lent = {}
-        found: dict[S, int] = {}
+        stops: dict[S, int] = {}
         for one in waiting:
-            if len(found) == LOOKAHEAD:
+            if len(stops) == LOOKAHEAD:
                 break
             if self._predecessor(one) is not None:
                 continue
@@ -202,58 +203,58 @@ class Scheduler(Generic[S]):
                 num_restorable = restorable(one)
                 prefill = next((other for other in running if self._computes_for(other, one, num_restorable)), None)
                 if prefill is None:
-                    found[one] = one.limit - num_restorable
+                    stops[one] = one.limit - num_restorable
                     continue
                 # The restorable tokens stay the same until that prefill has come far enough.
                 self._awaited[one] = prefill, self._shared_stop(prefill, one)
             # The prefill goes by the waiting one's rank, so that others do not pass both.
             self._lent.setdefault(self._awaited[one][0], one.rank)
-        return found
+        return stops
 
-    def _computes_for(self, prefill: S, one: S, num_restorable: int) -> bool:
-        common = min(self.common_tokens(one, prefill), one.limit)
-        return prefill.offset < self._shared_stop(prefill, one) and common - num_restorable >= MIN_SHARED_TOKENS
+    def _computes_for(self, prefill: S, sequence: S, num_restorable: int) -> bool:
+        common = min(self.common_tokens(sequence, prefill), sequence.limit)
+        return prefill.offset < self._shared_stop(prefill, sequence) and common - num_restorable >= MIN_SHARED_TOKENS
 
-    def _shared_stop(self, prefill: S, one: S) -> int:
-        return min(self.common_tokens(one, prefill), one.limit, prefill.limit)
+    def _shared_stop(self, prefill: S, sequence: S) -> int:
+        return min(self.common_tokens(sequence, prefill), sequence.limit, prefill.limit)
 
     # -- sessions
 
-    def _of_session(self, one: S) -> list[S]:
-        session_id = one.request.session_id
-        return [] if session_id is None else self._sessions.setdefault((one.namespace, session_id), [])
+    def _of_session(self, sequence: S) -> list[S]:
+        session_id = sequence.request.session_id
+        return [] if session_id is None else self._sessions.setdefault((sequence.namespace, session_id), [])
 
-    def _leave_session(self, one: S) -> None:
-        if one.request.session_id is None:
+    def _leave_session(self, sequence: S) -> None:
+        if sequence.request.session_id is None:
             return
-        others = self._of_session(one)
-        others.remove(one)
+        others = self._of_session(sequence)
+        others.remove(sequence)
         if not others:
-            del self._sessions[one.namespace, one.request.session_id]
+            del self._sessions[sequence.namespace, sequence.request.session_id]
         for other in others:
-            if self._predecessors.get(other) is one:
+            if self._predecessors.get(other) is sequence:
                 del self._predecessors[other]
 
-    def _predecessor(self, one: S) -> S | None:
-        found = self._predecessors.get(one)
-        if one not in self._predecessors or (found is not None and found.is_unread):
-            others = (other for other in self._of_session(one) if not other.is_unread)
-            found = next((other for other in others if _goes_on_from(one, other)), None)
-            self._predecessors[one] = found
-        return found
+    def _predecessor(self, sequence: S) -> S | None:
+        predecessor = self._predecessors.get(sequence)
+        if sequence not in self._predecessors or (predecessor is not None and predecessor.is_unread):
+            others = (other for other in self._of_session(sequence) if not other.is_unread)
+            predecessor = next((other for other in others if _goes_on_from(sequence, other)), None)
+            self._predecessors[sequence] = predecessor
+        return predecessor
 
 
-def _goes_on_from(one: Scheduled, earlier: Scheduled) -> bool:
+def _goes_on_from(later: Scheduled, earlier: Scheduled) -> bool:
     """The prompt begins with all of an earlier one, so it may hold its answer.
 
     Nobody waits for a less urgent request, nor for state that is not shared.
     """
-    prompt, start = one.request.tokens, earlier.request.tokens
+    prompt, start = later.request.tokens, earlier.request.tokens
     return (
-        earlier.arrival < one.arrival
-        and earlier.request.priority <= one.request.priority
+        earlier.arrival < later.arrival
+        and earlier.request.priority <= later.request.priority
         and earlier.request.cache_prompt
-        and one.request.cache_prompt
+        and later.request.cache_prompt
         and len(start) < len(prompt)
         # Most prompts differ here already, and comparing one token costs next to nothing.
         and prompt[len(start) - 1] == start[-1]

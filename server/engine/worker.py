@@ -324,8 +324,8 @@ class Worker:
             self._table.runner.prefill(lease.caches, chunk, sequence.request.adapter_index, seen)
         else:
             following = sequence.tokens[lease.offset + 1 : stop + 1]
-            found = self._table.runner.score(lease.caches, chunk, following, num_top, sequence.request.adapter_index)
-            sequence.prompt_logprobs[lease.offset : stop] = found
+            scored = self._table.runner.score(lease.caches, chunk, following, num_top, sequence.request.adapter_index)
+            sequence.prompt_logprobs[lease.offset : stop] = scored
         lease.advance(chunk)
         sequence.offset = lease.offset
         sequence.post(sequence.progress())

@@ -274,8 +274,8 @@ def template_message(message: ChatMessage) -> Message:
     content = message.content or ()
     thoughts = [part.text for part in content if part.type == "thinking"]
     reasoning = (message.reasoning_content, message.reasoning, "\n".join(thoughts) if thoughts else None)
-    if told := [text for text in reasoning if text is not None]:
-        fields["reasoning_content"] = told[0]
+    if given := [text for text in reasoning if text is not None]:
+        fields["reasoning_content"] = given[0]
     parts = [part.model_dump(include={"text", "cache_control", "image"}) for part in content if part.type == "text"]
     if message.content is None and message.refusal:
         parts = [{"text": message.refusal}]

@@ -165,7 +165,7 @@ class _ChoiceExchange(Exchange):
         """What a whole answer's choice holds."""
 
     @abstractmethod
-    def _written(self, told: Sequence[TokenLogprob]) -> Any:
+    def _written(self, logprobs: Sequence[TokenLogprob]) -> Any:
         """The log-probabilities of the next tokens."""
 
     def _token_name(self, token: int) -> str:
@@ -185,19 +185,19 @@ class _ChoiceExchange(Exchange):
         length.
         """
         self._token_ids.extend(delta.token_ids)
-        told = delta.logprobs
-        if told and told[-1].token_id == stop_token and not self._body.return_token_ids:
-            told = told[:-1]
-        self._logprobs.extend(told)
+        logprobs = delta.logprobs
+        if logprobs and logprobs[-1].token_id == stop_token and not self._body.return_token_ids:
+            logprobs = logprobs[:-1]
+        self._logprobs.extend(logprobs)
 
     def _told_prompt(self) -> PromptIds:
         """Once, if requested."""
-        told, self._prompt_ids = self._prompt_ids, {}
-        return told
+        fields, self._prompt_ids = self._prompt_ids, {}
+        return fields
 
     def _told_ids(self) -> Payload:
-        told, self._token_ids = self._token_ids, []
-        return {"token_ids": told} if self._body.return_token_ids else {}
+        ids, self._token_ids = self._token_ids, []
+        return {"token_ids": ids} if self._body.return_token_ids else {}
 
     @property
     def choices(self) -> "Sequence[_ChoiceExchange]":
@@ -217,8 +217,8 @@ class _ChoiceExchange(Exchange):
                 end = self.chunk(answer, index, choice.nothing, event)
             elif not isinstance(event, Piece):
                 if self.tells_progress:
-                    told = {"prompt_progress": progress_of(answer.runs[index])}
-                    yield sse_event({**self.chunk(answer, index, choice.nothing), **told})
+                    progress = {"prompt_progress": progress_of(answer.runs[index])}
+                    yield sse_event({**self.chunk(answer, index, choice.nothing), **progress})
             elif (added := choice._take(event)) is not None:
                 yield sse_event(self.chunk(answer, index, added))
         assert end is not None, "an answer ends"
@@ -255,12 +255,12 @@ class _ChoiceExchange(Exchange):
         return chunk
 
     def _next_logprobs(self) -> Any:
-        told, self._logprobs = self._logprobs, []
-        return self._written(told) if told else None
+        logprobs, self._logprobs = self._logprobs, []
+        return self._written(logprobs) if logprobs else None
 
-    def _entry(self, index: int, held: Payload, end: Finished | Failed | None) -> Payload:
-        reason, told = (None, {}) if end is None else self._end(end)
-        return {"index": index, **held, "finish_reason": reason, **self._told_ids(), **told}
+    def _entry(self, index: int, content: Payload, end: Finished | Failed | None) -> Payload:
+        reason, fields = (None, {}) if end is None else self._end(end)
+        return {"index": index, **content, "finish_reason": reason, **self._told_ids(), **fields}
 
     def _end(self, end: Finished | Failed) -> tuple[str, Payload]:
         if isinstance(end, Failed):
@@ -271,8 +271,8 @@ class _ChoiceExchange(Exchange):
             reason = "length" if self.request.loops == LOOP_GUARD else "repetition"
             return reason, {"stop_reason": "repetition_detected", "matched_stop": None}
         is_calls = self.parser.made_calls and end.reason is FinishReason.STOP
-        told = {"stop_reason": asked if text is None else text, "matched_stop": token if text is None else text}
-        return self.calls_reason if is_calls else end.reason.value, told
+        fields = {"stop_reason": asked if text is None else text, "matched_stop": token if text is None else text}
+        return self.calls_reason if is_calls else end.reason.value, fields
 
 
 def _counts(num_prompt: int, num_cached: int, num_predicted: int) -> Usage:
@@ -413,11 +413,11 @@ class ChatExchange(_ChoiceExchange):
     def _whole(self, end: Finished | Failed) -> Payload:
         return {"message": self._message, "logprobs": self._next_logprobs()}
 
-    def _written(self, told: Sequence[TokenLogprob]) -> ChatLogprobs:
+    def _written(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
         content: list[TokenLogprobs] = []
-        for one in told:
-            top = [self._likely(*other) for other in one.top]
-            content.append({**self._likely(one.token_id, one.logprob), "top_logprobs": top})
+        for logprob in logprobs:
+            top = [self._likely(*other) for other in logprob.top]
+            content.append({**self._likely(logprob.token_id, logprob.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
     def _likely(self, token: int, logprob: float) -> LikelyToken:
@@ -558,22 +558,22 @@ class CompletionExchange(_ChoiceExchange):
         return piece.text
 
     def _whole(self, end: Finished | Failed) -> Payload:
-        told = None
+        logprobs = None
         if isinstance(end, Finished) and self.request.prompt_logprobs is not None:
-            told = self._with_prompt(end.scored)
+            logprobs = self._with_prompt(end.scored)
         elif self.request.sampling.top_logprobs is not None:
-            told = self._written(self._logprobs)
-        return {"text": "".join(self._texts), "logprobs": told}
+            logprobs = self._written(self._logprobs)
+        return {"text": "".join(self._texts), "logprobs": logprobs}
 
-    def _written(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
-        top = [{self._token_name(token): max(logprob, LEAST) for token, logprob in one.top} for one in told]
+    def _written(self, logprobs: Sequence[TokenLogprob]) -> TextLogprobs:
+        top = [{self._token_name(token): max(value, LEAST) for token, value in entry.top} for entry in logprobs]
         offsets = []
-        for one in told:
+        for entry in logprobs:
             offsets.append(len(self._before.decode(errors="ignore")))
-            self._before += self.model.token_texts.piece(one.token_id)
+            self._before += self.model.token_texts.piece(entry.token_id)
         return {
-            "tokens": [self._token_name(one.token_id) for one in told],
-            "token_logprobs": [max(one.logprob, LEAST) for one in told],
+            "tokens": [self._token_name(entry.token_id) for entry in logprobs],
+            "token_logprobs": [max(entry.logprob, LEAST) for entry in logprobs],
             "top_logprobs": [*top] if self.request.sampling.top_logprobs else None,
             "text_offset": offsets,
         }
@@ -581,13 +581,13 @@ class CompletionExchange(_ChoiceExchange):
     def _with_prompt(self, scored: Sequence[TokenLogprob]) -> TextLogprobs:
         """The first token has no log-probability, and the tokenizer's prefix is not echoed."""
         prompt = self.request.tokens.tolist()
-        told = self._written([TokenLogprob(prompt[0], 0.0), *scored])
-        told["token_logprobs"][0] = None
-        if told["top_logprobs"] is not None:
-            told["top_logprobs"][0] = None
+        logprobs = self._written([TokenLogprob(prompt[0], 0.0), *scored])
+        logprobs["token_logprobs"][0] = None
+        if logprobs["top_logprobs"] is not None:
+            logprobs["top_logprobs"][0] = None
         num_hidden = len(self.model.token_texts.text(prompt)) - len(self._texts[0])
-        told["text_offset"] = [max(0, offset - num_hidden) for offset in told["text_offset"]]
-        return told
+        logprobs["text_offset"] = [max(0, offset - num_hidden) for offset in logprobs["text_offset"]]
+        return logprobs
 
     def _told_ids(self) -> Payload:
         return {**self._told_prompt(), **super()._told_ids()}
