@@ -1,4 +1,4 @@
-"""A grammar over the tokens of the fake runner: each token must lie behind the one before it, on a circle."""
+"""A grammar over the tokens of the fake runner: each token must lie after the one before it, on a circle."""
 
 import json
 from collections.abc import Callable

@@ -316,7 +316,7 @@ class FakeRunner(SharesNothing):
 
     def _take_feeds(self, rows: Sequence[FakeRow], previous: FakeStep | None) -> list[FakeFeed]:
         drafts, known = [[*row.draft] for row in rows], [[*row.known] for row in rows]
-        assert not any(drafts) or all(known), "a draft lies behind a token that nobody knows yet"
+        assert not any(drafts) or all(known), "a draft lies after a token that nobody knows yet"
         for row, tokens in zip(rows, known, strict=True):
             if not tokens:
                 assert previous is not None and row in previous.rows, "a row was fed from a step it was not in"
@@ -334,7 +334,7 @@ class FakeRunner(SharesNothing):
 
 
 def _samples(row: FakeRow, feed: FakeFeed) -> list[int]:
-    """What comes behind the last known token and behind each token of the draft."""
+    """What comes after the last known token and after each token of the draft."""
     first = len(feed.before) + feed.num_known
     text = [*feed.before, *feed.tokens]
     return [row.sample_after(text[: first + place], place) for place in range(feed.num_drafted + 1)]
@@ -388,7 +388,7 @@ def tokens_in(caches: Sequence[LayerCache]) -> list[int]:
 
 @dataclass(eq=False)
 class ScriptedRow(FakeRow):
-    """Says a script behind its prompt, over and over."""
+    """Says a script after its prompt, over and over."""
 
     script: Sequence[int] = ()
     num_prompt: int = 0

@@ -510,7 +510,7 @@ FAULTS: tuple[Fault, ...] = (
         "result",
         5,
     ),
-    Fault("rules behind the newest message", in_latest(lambda _, s: f"{s}\n\n{RULES}"), Cause.NOTE, "user", "Leave"),
+    Fault("rules after the newest message", in_latest(lambda _, s: f"{s}\n\n{RULES}"), Cause.NOTE, "user", "Leave"),
     Fault(
         "cost in last message",
         in_latest(lambda t, s: f"{s}\nCost so far: $0.{17 + t}"),

@@ -12,9 +12,9 @@ TIE = 1e-3
 
 
 def assert_greedy(model: Any, prompt: Sequence[int], output: Sequence[int]) -> None:
-    """Each token of `output` is the likeliest behind `prompt` and the tokens before it."""
+    """Each token of `output` is the likeliest after `prompt` and the tokens before it."""
     logits = model(mx.array([[*prompt, *output[:-1]]]), cache=make_prompt_cache(model))[0, len(prompt) - 1 :]
     assert max(output) < logits.shape[-1], "a token is beyond the vocabulary, where MLX reads anything"
     lacking = (logits.max(axis=-1) - mx.take_along_axis(logits, mx.array([*output])[:, None], axis=-1)[:, 0]).tolist()
     wrong = {place: lack for place, lack in enumerate(lacking) if not lack < TIE}
-    assert not wrong, f"of {len(output)} tokens behind {len(prompt)}, some are not the likeliest: {wrong}"
+    assert not wrong, f"of {len(output)} tokens after {len(prompt)}, some are not the likeliest: {wrong}"

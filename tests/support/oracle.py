@@ -31,7 +31,7 @@ class OracleDrafting:
 
     def push(self, token: int) -> None:
         """Takes the next token."""
-        assert not self.has_ended, "a token behind the end"
+        assert not self.has_ended, "a token after the end"
         self.output.append(token)
 
     def learn(self, num_drafted: int, num_accepted: int, first: int) -> None:
@@ -111,7 +111,7 @@ class Oracle:
         self.observed.append(num_rows)
 
     def observe_resumed(self, num_rows: int, seconds: float) -> None:
-        """Notes the first step without drafts behind one with some."""
+        """Notes the first step without drafts after one with some."""
         assert num_rows and seconds >= 0
 
     def _draft(self, row: OracleDrafting, limit: int) -> list[int]:

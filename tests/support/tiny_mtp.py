@@ -1,4 +1,4 @@
-"""MTP modules for tiny models: with random weights, or trained to expect what the model says behind some prompts."""
+"""MTP modules for tiny models: with random weights, or trained to expect what the model says after some prompts."""
 
 import functools
 from typing import Any, cast
@@ -84,7 +84,7 @@ CHECKPOINT_NAMES = {
 def model_of(name: str) -> Any:
     """Returns the tiny model `name` of `CONFIGS`, evaluated."""
     model: Any = tiny_models.make(CONFIGS[name])
-    if name in ("ernie4_5_moe", "mimo_v2_flash", "step3p5"):  # so that states before and behind the norm differ
+    if name in ("ernie4_5_moe", "mimo_v2_flash", "step3p5"):  # so that states before and after the norm differ
         norm = np.random.default_rng(4).normal(1.0, 0.5, model.args.hidden_size)
         model.model.norm.weight = mx.array(norm, mx.float32)
     return model
@@ -142,7 +142,7 @@ def plain(model: Any, tokens: list[int], num_tokens: int) -> list[int]:
 
 @functools.cache
 def learned_texts(name: str) -> list[list[int]]:
-    """What the model says behind random prompts of 8 tokens, and these."""
+    """What the model says after random prompts of 8 tokens, and these."""
     prompts = [prompt(8, seed) for seed in range(4)]
     return [[*given, *plain(model_of(name), given, 40)] for given in prompts]
 
