@@ -378,7 +378,11 @@ def _checked(text: Recorded) -> Recorded:
 
 
 def _calling(make: Callable[[int], Text], num_rows: int) -> Callable[[Subject], list[list[Recorded]]]:
-    return lambda model: [[_checked(_recorded(model, make(seed))) for seed in range(1, num_rows + 1)]]
+    def rounds(model: Subject) -> list[list[Recorded]]:
+        texts = [_checked(_recorded(model, make(seed))) for seed in range(1, 4 * num_rows + 1)]
+        return [texts[place : place + num_rows] for place in range(0, len(texts), num_rows)]
+
+    return rounds
 
 
 def _several(make: Callable[[int], Text], num_rows: int) -> Callable[[Subject], list[list[Recorded]]]:

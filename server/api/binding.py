@@ -327,7 +327,7 @@ def bound_calls(model: ServedModel, functions: Functions, binds: str) -> AnswerG
     form = model.call_format
     binds_all, any_strict = binds == "on", any(map(_is_strict, functions))
     is_asked = binds_all or (binds == "strict" and any_strict)
-    if not is_asked or not functions or form is None or form is HARMONY or form.is_bare:
+    if not is_asked or not functions or form is None or form.is_bare:
         return None
     free = {"parameters": ANY_ARGUMENTS}
     bound = [function if binds_all or _is_strict(function) else {**function, **free} for function in functions]

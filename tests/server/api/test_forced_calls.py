@@ -1,5 +1,6 @@
 """Forced tool calls of a tiny real model with random weights: it calls what it must, with arguments of the schema."""
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -278,6 +279,37 @@ def test_calls_are_bound_and_text_is_not(name: str, text: str, is_allowed: bool)
     assert follows_calls(model, [*tokens, tokenizer.eos_token_id]) == is_allowed
 
 
+MESSAGE = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+THOUGHT = "<|channel|>analysis<|message|>Let me look.<|end|><|start|>assistant"
+FRAMES = ("start", "channel", "constrain", "message", "call", "end", "return")
+ROME = '{"city": "Rome", "days": 1}'
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        (MESSAGE.format("weather", ROME), True),
+        (THOUGHT + MESSAGE.format("weather", ROME), True),
+        (f"{MESSAGE.format('weather', ROME)}<|start|>assistant{MESSAGE.format('now', '{}')}", True),
+        ("<|channel|>final<|message|>Hello, functions.later", True),
+        (MESSAGE.format("weather", '{"city": "Rome", "days": 3}'), False),
+        (MESSAGE.format("later", "{}"), False),
+        (MESSAGE.format("weather", ROME).replace("<|call|>", "]<|call|>"), False),
+    ],
+)
+def test_calls_of_gpt_oss_are_bound_from_their_channel_on(with_tokens: bool, text: str, is_allowed: bool) -> None:
+    tokenizer: Any = copy.deepcopy(tiny_models.tokenizer())
+    ends = [tokenizer.eos_token_id]
+    if with_tokens:
+        tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in FRAMES]})
+        ends = tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])
+    grammars = GrammarCompiler(tokenizer.backend_tokenizer.to_str, ends)
+    model = fake_model(call_format=HARMONY, grammars=grammars)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert follows_calls(model, tokens, "on", tokenizer) == is_allowed
+
+
 class CountingCompiler(GrammarCompiler):
     """Counts the schemas that it is asked about."""
 
@@ -299,7 +331,7 @@ def test_the_rules_of_a_set_of_tools_are_written_once() -> None:
     assert bound_calls(model, functions[::-1], "on") != first and grammars.num_asked == 2 * len(TOOLS) + 1
 
 
-def follows_calls(model: Any, tokens: list[int], binds: str = "strict") -> bool:
+def follows_calls(model: Any, tokens: list[int], binds: str = "strict", tokenizer: Any = None) -> bool:
     """Whether each token of a call is allowed after those before it."""
     wanted = bound_calls(model, [tool["function"] for tool in TOOLS], binds)
     assert wanted is not None and wanted.opener is not None
@@ -307,7 +339,7 @@ def follows_calls(model: Any, tokens: list[int], binds: str = "strict") -> bool:
     for token in tokens:
         if constraint.is_binding and not allows(constraint.mask(), token):
             return False
-        constraint.accept(token, tiny_models.tokenizer().decode([token]))
+        constraint.accept(token, (tokenizer or tiny_models.tokenizer()).decode([token]))
     return not constraint.is_binding
 
 
