@@ -568,6 +568,7 @@ def test_no_text_keeps_the_page_busy(page: Page, demo: str) -> None:
     assert len(lengths) == len(ENDLESS) and all(lengths)
 
 
+@pytest.mark.usual("400-light")
 @pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (1200, "dark")])
 def test_every_view_can_be_used_by_all(page: Page, demo: str, width: int, scheme: Literal["light", "dark"]) -> None:
     page.set_viewport_size({"width": width, "height": 800})

@@ -311,6 +311,7 @@ def test_what_is_sent_while_an_answer_runs_waits(page: Page, engine: FakeEngine)
     assert len(engine.requests) == 2
 
 
+@pytest.mark.usual
 def test_what_waits_for_a_stopped_answer_is_sent_when_it_is_asked_for(page: Page, engine: FakeEngine) -> None:
     ask(page, "A question")
     wait_for_words(page)

@@ -50,6 +50,7 @@ def decoded(runner: Runner, rows: list[DecodeRow]) -> list[list[int]]:
     return [list(tokens) for tokens in zip(*found, strict=True)]
 
 
+@pytest.mark.usual("llama-True", "gpt_oss-False")
 @pytest.mark.parametrize(("name", "mixes"), [("llama", True), ("qwen3_5", True), ("gpt_oss", False), ("lfm2", True)])
 def test_rows_decode_together_as_alone(name: str, mixes: bool, tmp_path: Path) -> None:
     model, adapters = model_with(name, tmp_path)

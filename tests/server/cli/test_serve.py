@@ -311,6 +311,7 @@ def test_a_second_signal_speaks_of_answers_only_where_some_ran(
     assert "stopped at once" in caplog.text
 
 
+@pytest.mark.usual
 def test_a_gpu_that_refuses_all_work_ends_the_process_with_an_error(folder: Path, tmp_path: Path) -> None:
     """So that launchd or systemd starts another, which macOS lets work again."""
     (tmp_path / "sitecustomize.py").write_text(

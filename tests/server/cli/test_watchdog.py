@@ -204,7 +204,7 @@ def test_a_process_that_was_stopped_for_a_while_has_no_hang(folder: Path, tmp_pa
         assert server.wait() == 0
 
 
-@pytest.mark.usual("C-*", "C with Python's lock-15", "disk-*", "loader-*")
+@pytest.mark.usual("C-*", "disk-*", "loader-*")
 @pytest.mark.parametrize(
     ("kind", "number"),
     [

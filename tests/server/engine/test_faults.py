@@ -117,6 +117,7 @@ def assert_right(sink: Collected, prompt: Sequence[int], max_tokens: int) -> Non
         assert len(sink.tokens) == max_tokens or sink.last.reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
 
 
+@pytest.mark.usual("*-T-*", "once-WR-fault", "lasting with drafts-WR-memory")
 @pytest.mark.parametrize("message", ["the device fails", NO_MEMORY], ids=["fault", "memory"])
 @pytest.mark.parametrize("layout", ["T", "WR"])
 @pytest.mark.parametrize(

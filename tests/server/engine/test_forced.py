@@ -138,6 +138,7 @@ def bound(name: str, kind: str, thinking: Thinking | None) -> OutputGrammar:
     return grammar if thinking is None else replace(grammar, reasoning_start=None if thinking.is_open else START)
 
 
+@pytest.mark.usual("overlap-llama-*", "in turns-qwen3_5-*", "in turns-demo-*")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_what_a_grammar_forces_takes_fewer_steps_and_changes_no_token(name: str, kind: str) -> None:
     for num_rows in (1, 4):
@@ -149,6 +150,7 @@ def test_what_a_grammar_forces_takes_fewer_steps_and_changes_no_token(name: str,
         assert num_steps < (0.5 if kind == "schema" else 0.8) * num_plain
 
 
+@pytest.mark.usual("*-llama", "*-qwen3_5")
 @pytest.mark.parametrize("name", ["llama", "demo"])
 @pytest.mark.parametrize("thinking", THOUGHTS)
 def test_thoughts_at_their_limit_are_closed_in_fewer_steps_and_change_no_token(name: str, thinking: Thinking) -> None:
@@ -164,7 +166,7 @@ def test_thoughts_at_their_limit_are_closed_in_fewer_steps_and_change_no_token(n
         assert num_steps < 0.8 * num_plain
 
 
-@pytest.mark.usual("overlap-*", "in turns-llama")
+@pytest.mark.usual("*-llama", "*-qwen3_5")
 @pytest.mark.parametrize("name", ["llama", "demo"])
 def test_calls_are_bound_alike_whether_steps_overlap_and_with_drafts(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ def test_live_buffers_grow_in_steps_after_the_first_sizing() -> None:
     assert harness.excess_bytes <= 0
 
 
+@pytest.mark.usual("T-*", "W-False", "WR-False")
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_long_answers_together_stay_within_the_budget_and_are_right(layout: str, overlaps: bool) -> None:

@@ -90,6 +90,7 @@ def sent_again() -> Callable[[str, Any], dict[str, Any]]:
     return asked
 
 
+@pytest.mark.usual("False-True")
 @pytest.mark.parametrize(("tools", "stream"), [(False, True), (True, False)])
 def test_six_turns_reuse_as_much_as_a_chat_either_way(live: Live, tools: bool, stream: bool) -> None:
     chat = talk_as_chat(live, tools)
