@@ -138,7 +138,7 @@ class EvictionReason(StrEnum):
     """Why state was evicted."""
 
     MEMORY = "memory"
-    """Of least value while memory was short."""
+    """The state of least value, while memory was short."""
     SUPERSEDED = "superseded"
     """Newer restore points replace the state."""
     UNUSABLE = "unusable"

@@ -111,7 +111,7 @@ class _Chains:
 
 
 def _hashes(tokens: TokenArray, salt: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-    """Of each three tokens in a row; as `LiveText.link` has it."""
+    """A hash for each three tokens in a row, as `LiveText.link` computes it."""
     words, multiplier = tokens.astype(np.uint32), np.uint32(_MULTIPLIER)
     mixed = (words[:-2] * multiplier ^ words[1:-1]) * multiplier ^ words[2:]
     return (mixed + np.uint32(salt)) * multiplier
@@ -127,7 +127,7 @@ class LiveText(_Chains):
         self.stop = 1
         """The place after the last token; the first token's is 1."""
         self.hashed = 0
-        """Of the last three tokens."""
+        """The hash of the last three tokens."""
         self.is_forgotten = False
         self._history = history
         self._salt = _salt(namespace)
@@ -172,7 +172,7 @@ class FinishedText:
 _start_of = attrgetter("start")
 
 MAX_STORED_TOKENS = 1 << 18
-"""Of a namespace's texts on disk, which are read in some milliseconds."""
+"""Most tokens of a namespace's texts on disk; so many are read in some milliseconds."""
 
 
 class StoredTexts(Protocol):

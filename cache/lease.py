@@ -18,7 +18,7 @@ from cache.trie import Node, PrefixTrie
 from cache.types import LayerCache, TokenArray
 
 MAX_PIECES = 16
-"""Of a sequence, beside borders for other reasons: restoring copies each, for each layer."""
+"""Most pieces of a sequence, beside borders for other reasons: restoring copies each, for each layer."""
 
 
 class Tier(StrEnum):

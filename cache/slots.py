@@ -146,7 +146,7 @@ class CacheRequest:
     session_id: str | None = None
     restore_points: Sequence[RestorePoint] = ()
     expected_tokens: int = 0
-    """Of the output, for which memory is reserved."""
+    """Tokens of the output for which memory is reserved."""
     is_volatile: bool = False
     """The state never goes to disk."""
     is_background: bool = False
@@ -167,7 +167,7 @@ class LookupResult:
 
     match: NodeMatch
     path: list[Node]
-    """Of the match."""
+    """The nodes of the match."""
     stored: int
     """Tokens restorable from the trie."""
     shared: list[int]

@@ -29,7 +29,7 @@ class AdapterSet:
         self.num_bytes = num_bytes
         self.layers: list[AdaptedLayer] = []
         self.selected: int | tuple[int, ...] = NO_ADAPTER
-        """Of all rows, or of each."""
+        """The adapter of all rows, or of each row."""
 
     @contextmanager
     def selecting(self, rows: Sequence[int]) -> Iterator[None]:
@@ -170,6 +170,6 @@ def _find_mixing_fault(model: Any, adapters: AdapterSet, vocab_size: int) -> str
 
 
 def _logits(model: Any, adapters: AdapterSet, rows: Sequence[int], tokens: mx.array) -> mx.array:
-    """Of rows with these adapters, evaluated together: `[num_rows, num_tokens, vocab_size]`."""
+    """Logits of rows with these adapters, evaluated together: `[num_rows, num_tokens, vocab_size]`."""
     with adapters.selecting(rows):
         return cast(mx.array, model(tokens))

@@ -30,7 +30,7 @@ _MAX_RAW_NORM: Final = 0.8
 """Mean of a layer's norms: of differences from one .4 to .6, of whole ones 1.3, or 1 where untrained."""
 
 _PARTS: Final = ("embedding_norm", "hidden_norm", "projection", "norm", "output")
-"""Of the module, in the order of `_Layout.parts`, beside the decoder layer."""
+"""Parts of the module, in the order of `_Layout.parts`, beside the decoder layer."""
 
 
 @dataclass(frozen=True)

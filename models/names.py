@@ -127,7 +127,7 @@ class InstalledModel:
     name: str
     path: Path
     stored: StoredModel | None = None
-    """Of a local name."""
+    """What a local name stands for; None for other names."""
 
     @property
     def short_name(self) -> str:

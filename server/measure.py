@@ -205,7 +205,7 @@ class TimedSide:
 
     @property
     def peak_bytes(self) -> int:
-        """Of sequences and the work on them, beyond the model."""
+        """Peak bytes of sequences and the work on them, beyond the model."""
         return self._resident_bytes + self._passing_bytes
 
     def decode_block(self) -> None:

@@ -148,7 +148,7 @@ class Receipt:
     header_bytes: int
     checksums_bytes: int
     digest: bytes
-    """Of header and checksums."""
+    """The digest of header and checksums."""
 
 
 def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Receipt:

@@ -196,7 +196,7 @@ class DiskTrie(TokenTrie[DiskNode]):
     """One namespace's edges."""
 
     num_bytes = 0
-    """Of its files, unwritten ones too."""
+    """Bytes of its files, unwritten ones too."""
 
 
 DiskPlace: TypeAlias = Place[DiskNode]
@@ -219,7 +219,7 @@ class DiskTree:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        """Of all files, unwritten ones too."""
+        """Bytes of all files, unwritten ones too."""
         self._empty = DiskTrie(DiskNode)
         self._tries: dict[str, DiskTrie] = {}
         self._ends: dict[StoredFile, DiskPlace] = {}

@@ -135,7 +135,7 @@ class Layout:
     """How one model's layer caches come apart."""
 
     bytes_per_token = 0.0
-    """Of span rows; 0 until `calibrate`."""
+    """Bytes of a token's span rows; 0 until `calibrate`."""
     _window_bytes_per_row = 0.0
     _recurrent_bytes = 0
     _spans: Sequence[tuple[int, RowLeaf]] = ()

@@ -51,7 +51,7 @@ class DecodeBatch:
     _layers: list[LayerCache] = field(default_factory=list)
     """For a model call of one token a row; empty while rows must be joined first."""
     _merged: list[ArraysCache] = field(default_factory=list)
-    """Of these, those with recurrent state: rows have none of their own meanwhile."""
+    """Merged recurrent states; the rows have none of their own meanwhile."""
     _before: list[list[mx.array | None]] = field(default_factory=list)
     """State in `_merged`, while feeds are not settled."""
     _has_fresh: bool = False
@@ -59,7 +59,7 @@ class DecodeBatch:
     _fed: dict[DecodeRow, int] = field(default_factory=dict)
     """Tokens that each row of the joint call feeds, until `settle`; empty where each feeds one."""
     _rewinds: dict[DecodeRow, Rewind] = field(default_factory=dict)
-    """Of rows by themselves, until `settle`."""
+    """How the caches of rows by themselves go back, until `settle`."""
 
     # -- steps
 

@@ -49,7 +49,7 @@ class Drafter(ABC):
     name: str
     """For a person."""
     num_layers = 1
-    """Of a row's layer caches, the last."""
+    """The last so many of a row's layer caches are the drafter's."""
     probed: Any
     """What the probe is to prove."""
 

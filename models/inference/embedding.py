@@ -101,7 +101,7 @@ class LongText:
         mx.eval(self._pooled, [cache.state for cache in self._caches])
 
     def vector(self) -> Vector:
-        """Of all tokens fed so far, at least one."""
+        """The vector of all tokens fed so far, at least one."""
         assert self._pooled is not None, "a text without tokens has no vector"
         with selecting(self._embedder.adapters, self._adapter):
             return self._embedder.finished(self._pooled, self._reading)

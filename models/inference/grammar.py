@@ -33,12 +33,12 @@ MAX_CHECKED: Final = 4096
 MAX_CHARACTERS: Final = 1 << 18
 MAX_MESSAGE: Final = 400
 _SLICES: Final = "[^<]+", r"[^'\"\\<]+"
-"""Of texts between tags, and of Python's: masks then need not look up each token in them."""
+"""Slices for texts between tags and Python's texts: masks then need not look up each token in them."""
 _WORD_BITS = 32
 _LIMITS: Final[Any] = llguidance.LLParserLimits(
     initial_lexer_fuel=50_000, step_lexer_fuel=50_000, max_lexer_states=25_000, verbose_errors=False
 )
-"""Of a lexer, which a grammar's outputs share: 7 MB of expressions at first, 10 MB of states."""
+"""Limits of a lexer, which a grammar's outputs share: 7 MB of expressions at first, 10 MB of states."""
 _RENEWAL_TOKENS = 256
 
 

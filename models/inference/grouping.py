@@ -26,7 +26,7 @@ class Costs:
     mask: float = 0.0
     """More for a group of different lengths."""
     masked_token: float = 1.0
-    """Of a token read under a mask; at least 1."""
+    """The cost of a token read under a mask; at least 1."""
 
     def of(self, num_rows: int, shortest: int, longest: int) -> float:
         """Cost of a member with so many rows, of these lengths."""
@@ -180,7 +180,7 @@ class _Planner:
         return buffer_tokens - sum(self.rows[place].reserved_tokens for one in wanted for place in one.rows)
 
     def total_cost(self, wanted: Sequence[Wanted]) -> float:
-        """Of the steps that an arrangement lasts, and of the copies that make it."""
+        """The cost of the steps that an arrangement lasts, and of the copies that make it."""
         kept = {place: one.kept for one in wanted for place in one.rows}
         copied, step = 0, sum(self._cost_of(one.rows) for one in wanted)
         for place, row in enumerate(self.rows):

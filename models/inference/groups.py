@@ -33,7 +33,7 @@ class Clock:
     def set(self, offsets: Sequence[int]) -> None:
         """After rows have come or gone."""
         self.offsets = self.lasts = list(offsets)
-        """Of each row before this step; of the last token that it feeds."""
+        """Each row's offset before this step; the offset of the last token that it feeds."""
         self.lengths: list[int] | None = None
         """Tokens that each row feeds in this step; None for one of each."""
         self.is_even = len(set(offsets)) == 1

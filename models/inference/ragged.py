@@ -68,7 +68,7 @@ class Parts(mx.array):
         self.heads = list(heads) if heads is not None else [None] * len(self.items)
         """What rows have before their item: the same array for neighbours on one head."""
         self.foldings = foldings
-        """Of each item; None where all rows feed one token."""
+        """How each item's tokens are folded; None where all rows feed one token."""
         self.padding = padding
         """Where the model sees padded rows."""
 
@@ -156,7 +156,7 @@ class Folding(NamedTuple):
 
 
 def _foldings_of(lengths: Sequence[int]) -> list[Folding]:
-    """Of a member whose rows feed `lengths` tokens; several rows are a group."""
+    """The foldings of a member whose rows feed `lengths` tokens; several rows are a group."""
     if len(lengths) == 1:
         return [Folding(lengths[0], None)]
     # Rows of different lengths are not padded: attention over many keys costs by query.
@@ -207,7 +207,7 @@ class RaggedLayer:
         return self._parts(fetched)
 
     def keys_and_values(self) -> tuple[Parts, Parts]:
-        """Of each item, for layers that attend to another layer's keys."""
+        """Each item's keys and values, for layers that attend to another layer's keys."""
         return self._parts([tail_of(member).keys_and_values() for member in self.members])
 
     def make_mask(self, num_tokens: int, **options: Any) -> Parts | None:
@@ -410,7 +410,7 @@ def _joined(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def _masks(mask: Any, foldings: Sequence[Folding | None]) -> list[Any]:
-    """Of each item; for a model that makes none for one token too."""
+    """Each item's mask; also for a model that makes none for one token."""
     if isinstance(mask, Parts):
         return mask.items
     if mask is not None and mask != "causal":
@@ -458,7 +458,7 @@ def _attend_from_head(
 
 
 _BLOCK_TOKENS = 8192
-"""Of a head at a time: its keys take memory in float32."""
+"""Tokens of a head that are read at a time: its keys take memory in float32."""
 
 
 class _Partial(NamedTuple):
@@ -513,7 +513,7 @@ def _partial(queries: mx.array, keys: mx.array, values: mx.array, scale: float, 
 
 
 _MAX_TOTAL = 16.0
-"""Of weights in float16: larger sums may overflow, smaller weights lose bits."""
+"""The largest sum of weights in float16: larger sums may overflow, smaller weights lose bits."""
 
 
 def _weighted(weights: mx.array, total: mx.array, values: mx.array) -> mx.array:

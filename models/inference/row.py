@@ -47,7 +47,7 @@ class DecodeRow:
     draft: list[int] = field(default_factory=list)
     """A guess at the tokens after the known ones."""
     masks: list[MaskWords | None] = field(default_factory=list)
-    """Of each sample of the next step; empty where they are not known before the step begins."""
+    """A mask for each sample of the next step; empty where they are not known before the step begins."""
     is_forced: bool = False
     """The last known token was not sampled."""
     ahead: list[RowSampling] = field(default_factory=list)
@@ -102,7 +102,7 @@ class DecodeRow:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values; an upper bound beyond a window."""
+        """Bytes of a token's keys and values; an upper bound beyond a window."""
         tails = [tail_of(leaf) for leaf in self.leaves if type(leaf) in _KINDS]
         arrays = [array for tail in tails if tail.keys is not None for array in (tail.keys, tail.values)]
         return sum(array.nbytes // array.shape[2] for array in arrays)

@@ -74,7 +74,7 @@ class _StepLogprobs:
 
     @classmethod
     def of(cls, logits: mx.array, params: Sequence[SamplingParams]) -> "_StepLogprobs | None":
-        """Of the requesting rows, if any, from logits `[num_rows, vocab_size]`."""
+        """The log-probabilities of rows that request them, if any, from logits `[num_rows, vocab_size]`."""
         num_top = {row: one.top_logprobs for row, one in enumerate(params) if one.top_logprobs is not None}
         if not num_top:
             return None
@@ -113,7 +113,7 @@ class DecodeStep:
     num_fed: list[int]
     """Tokens that the step evaluates of each row."""
     num_sampled: list[int]
-    """Of each row: after its last known token and after each token of its draft."""
+    """Samples of each row: after its last known token and after each token of its draft."""
     is_long: bool
     """Some row feeds several tokens."""
     logits: mx.array | None = None
@@ -137,7 +137,7 @@ class DecodeStep:
         return [list(islice(samples, number)) for number in self.num_sampled]
 
     def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
-        """Of `token` as a row's sample number `place`, None if not requested; `tokens` must come first."""
+        """The log-probability of `token` as a row's sample `place`; None if not requested. `tokens` comes first."""
         if self.logprobs is None:
             return None
         row = sum(self.num_sampled[:index]) + place
@@ -180,7 +180,7 @@ class Runner:
         """How several rows decode; for a person too, and why not better."""
         has_groups, is_together = self.form in (Form.GROUPS, Form.HEADS), self.form is not Form.ALONE
         self.costs = self._measure(measure_costs) if has_groups else None
-        """Of the members of a batch; None without groups."""
+        """What members of a batch cost; None without groups."""
         self.head_tokens = self._measure(measure_head_tokens) if self.form is Form.HEADS else None
         """Tokens from which a head for two rows makes steps faster, maybe infinite; None without heads."""
         self.mixes = adapters is not None and is_together and lora.can_mix(model, adapters, vocab_size)
@@ -188,13 +188,13 @@ class Runner:
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
         """`start` returns with most of the step to be computed, as on a GPU. Else read tokens before `start`."""
         self.max_feed_tokens = 1
-        """Of one row in a step; 1 where more are not proven."""
+        """Most tokens that a row feeds in a step; 1 where more are not proven."""
         self.step_seconds: Mapping[int, float] = {}
-        """Of a model call, by one row's tokens; empty where there may not be several."""
+        """Seconds of a model call, by one row's tokens; empty where there may not be several."""
         self.feeds_together = False
         """Rows with several tokens share a model call."""
         self.draft_seconds: float | None = None
-        """Of a token that the drafter drafts; None without one."""
+        """Seconds for a token that the drafter drafts; None without a drafter."""
         self.drafts_form = "off"
         """What answers are drafted from, or why not."""
         if drafts:
@@ -411,7 +411,7 @@ class Runner:
     def _draft_together(
         self, drafter: Drafter, batch: DecodeBatch, wanted: Mapping[DecodeRow, int]
     ) -> dict[DecodeRow, mx.array]:
-        """Of all rows of a batch, if each can be drafted for."""
+        """Drafts for all rows of a batch, if each can be drafted for."""
         rows = batch.rows
         num_tokens = max((wanted.get(row, 0) for row in rows), default=0)
         if not num_tokens or not all(row is not None and _knows_before(row) for row in rows):
@@ -584,7 +584,7 @@ def _knows_before(row: DecodeRow) -> bool:
 
 
 def _ranges(lengths: Sequence[int]) -> list[range]:
-    """Of parts so long, one after the other."""
+    """The ranges of parts of these lengths, one after the other."""
     return [range(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
 
 

@@ -218,7 +218,7 @@ class Penalty:
         self._recent = self._aligned("recent", _NO_TOKEN)
 
     def _aligned(self, name: str, filler: int) -> mx.array:
-        """Of all windows, `[num_rows, longest]`, with `filler` in front."""
+        """The array `name` of all windows, `[num_rows, longest]`, with `filler` in front."""
         columns = [window[name] if window else mx.array([], mx.int32) for window in self._windows]
         return mx.stack([mx.pad(one, (self._longest - one.size, 0), constant_values=filler) for one in columns])
 

@@ -53,7 +53,7 @@ class SamplingParams:
     """Divides positive, multiplies negative logits of seen tokens, like Hugging Face."""
     presence_penalty: float = _number(0.0, -2, 2)
     frequency_penalty: float = _number(0.0, -2, 2)
-    """Of output tokens, like `presence_penalty`."""
+    """Over output tokens, as `presence_penalty`."""
     repeat_last_n: int | None = _integer(None, ALL_TOKENS, MAX_WINDOW)
     """Last tokens of prompt and output for the three penalties; -1 is all, 0 none, None each one's own range."""
     dry_multiplier: float = _number(0.0, 0, 100)

@@ -45,7 +45,7 @@ class BoundTool:
         return properties
 
     def required(self) -> list[str]:
-        """Of `members`, in order."""
+        """The required ones of `members`, in order."""
         required = self.schema.get("required") or ()
         return [name for name in self.members or () if name in required]
 

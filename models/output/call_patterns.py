@@ -122,12 +122,12 @@ class Patterns:
 
     @cached_property
     def unopened(self) -> "Patterns":
-        """Of calls whose opener was left out."""
+        """The patterns of calls whose opener was left out."""
         return Patterns(self.form, is_opened=False)
 
     @cached_property
     def _head(self) -> str:
-        """Of a call up to its arguments, with the group `name`."""
+        """A pattern of a call up to its arguments, with the group `name`."""
         form, (before, _, behind) = self.form, self.form.head.partition("{}")
         if form.is_envelope:
             return rf"{_FENCE}\[?\s*(?=\{{)"
@@ -169,7 +169,7 @@ class Patterns:
 
     @cached_property
     def value_ends(self) -> Ends:
-        """Of an argument between tags."""
+        """The ends of an argument between tags."""
         missing = either(rf"(?:{self.ends}\s*)?{self.close}", self.ends)
         is_certain = self.body.key.strip().count("<") > 1
         skipped = self._key if is_certain else rf"\n{self._key}" if "\n" in self.body.end else ""
@@ -179,7 +179,7 @@ class Patterns:
 
     @cached_property
     def quoted_ends(self) -> Ends:
-        """Of an argument between tags and quotes."""
+        """The ends of an argument between tags and quotes."""
         tag = rf"{re.escape(self.body.quote[1])}\s*{self._value_tag}"
         return Ends(self, tag, self._key)
 
@@ -194,8 +194,10 @@ class Patterns:
 
     @lru_cache(256)  # noqa: B019 - formats, and so patterns, are few and live as long as the process
     def raw_ends(self, closers: tuple[str, ...], keys: tuple[str, ...], opener: str) -> Ends:
-        """Of a text in a literal after the quote `opener`, within `closers`, the innermost first; `keys` are those
-        of the outermost."""
+        """Ends of a text in a literal after the quote `opener`.
+
+        It stands within `closers`, the innermost first; `keys` are those of the outermost.
+        """
         quote = re.escape(self.body.quote)
         mark = rf"(?:{quote}|[\"'])?"
         more, before = list[str](), ""

@@ -345,7 +345,7 @@ class HarmonyReader(CallReader):
         super().__init__(HARMONY, tools)
         self._has_said = False
         self._thought = ""
-        """Of a message of reasoning that has not ended."""
+        """The text of a message of reasoning that has not ended."""
 
     def _answer(self) -> Steps[None]:
         yield

@@ -180,7 +180,7 @@ def _read_webp(data: bytes) -> ImageHeader:
 
 
 def _orientation(exif: bytes) -> int:
-    """Of a TIFF header and its first directory; 1 where it says nothing."""
+    """The orientation in a TIFF header's first directory; 1 where it says none."""
     order = {b"II": "little", b"MM": "big"}.get(exif[:2])
     if order is None:
         return 1

@@ -69,7 +69,7 @@ class PlacedPicture:
 
     @property
     def ids(self) -> TokenArray:
-        """Of its places."""
+        """The ids of its places."""
         return ids_of(self.picture.digest, self.picture.num_tokens)
 
     @property
@@ -96,7 +96,7 @@ class Pictures:
         return sum(one.shift for one in self.placed if one.stop <= offset)
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Of the tokens `[start, stop)` by time, row and column: int64 `[3, stop - start]`."""
+        """Positions of the tokens `[start, stop)` by time, row and column: int64 `[3, stop - start]`."""
         places = np.tile(np.arange(start, stop), (3, 1)) + self.shift(start)
         for picture in self.placed:
             first, last = max(start, picture.start), min(stop, picture.stop)

@@ -30,7 +30,7 @@ from models.vision.pictures import Picture, digest_of
 
 _MAX_ASPECT = 200
 _FUSED_WIDTHS = (64, 80, 128)
-"""Of heads, for which MLX has a kernel that keeps no matrix of all pairs."""
+"""Widths of heads for which MLX has a kernel that keeps no matrix of all pairs."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class QwenImages:
 
     @classmethod
     def read(cls, folder: Path, vision: Mapping[str, Any], max_tokens: int) -> "QwenImages":
-        """Of a model's folder and its `vision_config`, with at most `max_tokens` for an image."""
+        """Reads a model's folder and its `vision_config`, with at most `max_tokens` for an image."""
         nested = weights.read_json(folder / "processor_config.json").get("image_processor")
         given = {
             **(nested if isinstance(nested, dict) else {}),

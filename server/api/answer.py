@@ -131,7 +131,7 @@ class Run(OpenRequest):
         self._context = answer.context
         self._conversations = answer.context.conversations if self.is_first else account.Conversations()
         self.earlier: Prompt | None = None
-        """Of the turn that the request continues."""
+        """The prompt of the turn that the request continues."""
         self._generation = answer.engine.submit(exchange.request)
         self._texts: list[str] = []
 

@@ -51,7 +51,7 @@ MAX_LINGERING = ACCEPTED_AT_ONCE
 LINGER_SECONDS = 1.0
 CLOSE = (b"connection", b"close")
 MAX_HEAD_BYTES = 1 << 16
-"""Of a request's first line and headers, as they are sent."""
+"""Most bytes of a request's first line and headers, as they are sent."""
 _ABSOLUTE = re.compile(rb"https?://([^/?#@]+)((?:[/?#].*)?)", re.IGNORECASE)
 
 

@@ -30,7 +30,7 @@ MIN_TOKENS_AHEAD = 16
 """Fewer tokens are left to the next turn itself."""
 
 MAX_QUOTABLE_CHARACTERS = 32_768
-"""Of new tool results, quoted: tokenizing as many takes some milliseconds."""
+"""Most characters of new tool results, quoted: tokenizing as many takes some milliseconds."""
 
 _REASONING = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
@@ -117,7 +117,7 @@ class Conversation:
 
     @property
     def declared_tools(self) -> Sequence[Mapping[str, Any]]:
-        """Those at the head, and those loaded later."""
+        """The tools at the head of the prompt, and the tools loaded later."""
         return self.tools if self.changed_tools is None else self.changed_tools
 
     @property

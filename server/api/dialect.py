@@ -208,7 +208,7 @@ class ApiContext:
         self.rate_limits, self.planning = RateLimits(time.monotonic), Planning()
         self.expanding, self.searching = FairThreads(2, "expand"), FairThreads(2, "search")
         self.reading, self.storing = FairThreads(2, "read"), FairThreads(1, "store")
-        """Of what dialects keep."""
+        """Threads for what dialects keep."""
         self.sessions, self.refusals, self.conversations = SessionRecords(), Refusals(), Conversations()
         self.conversations.is_whole = config.cache_disk_bytes is None
         self.started, self.is_draining = time.monotonic(), False

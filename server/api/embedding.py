@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 MAX_TEXTS = 2048
 MAX_TOKENS = 300_000
-"""Of all texts of one request, as OpenAI has it."""
+"""Most tokens of all texts of one request, as OpenAI has it."""
 
 
 MAX_COMPARED_IDS = 256
 MAX_OTHER_IDS = 2
-"""Of ids that the model's own tokenizer made: the special ones around a text."""
+"""Most ids that only the model's own tokenizer makes: the special ones around a text."""
 
 
 @cache

@@ -40,7 +40,7 @@ MAX_BASES: Final = 8
 MAX_CHANGED_CHARACTERS: Final = 8192
 MAX_COMPARED_LINES: Final = 1000
 MAX_NOTES: Final = 16
-"""Of one conversation; with more, its system message is shown as sent."""
+"""Most notes of one conversation; with more, its system message is shown as sent."""
 MIN_SYSTEM_CHARACTERS: Final = 1000
 """A shorter system message after the user's first one stays there."""
 _CHANGED: Final = (
@@ -84,7 +84,7 @@ class Head:
 
     system: Sequence[Message]
     text: str
-    """Of `system`, as shown."""
+    """The text of `system`, as shown."""
     sent: str
     """The text as sent last."""
     notes: tuple[tuple[int, str], ...] = ()

@@ -27,7 +27,7 @@ from server.diagnosis.causes import Heal, HealKind
 logger = logging.getLogger(__name__)
 
 MAX_BYTES: Final = 32 << 20
-"""Of all calls in memory. The file is shortened to as much once it has twice as much."""
+"""Most bytes of all calls in memory. The file is shortened to as much once it has twice as much."""
 CALL_BYTES: Final = 400
 """What remembering a call takes, besides its arguments."""
 FILE_NAME: Final = "calls.jsonl"

@@ -65,7 +65,7 @@ class OpenRequest:
     """Prompt tokens evaluated, without restored ones."""
     predicted_tokens: int = 0
     timings: Timings | None = None
-    """Of an answer that reached its end or limit."""
+    """The times of an answer that reached its end or limit."""
     outcome: str | None = None
     """How the request ended; None before that."""
     error: Exception | None = None

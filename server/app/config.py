@@ -104,7 +104,7 @@ class Setting:
 
     name: str
     kind: type
-    """Of the value, or of each of several."""
+    """The type of the value, or of each of several values."""
     default: Any
     flag: str
     help: str

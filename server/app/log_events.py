@@ -125,7 +125,7 @@ class RequestEnded(LogEntry):
     key: str | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Of `drafted_tokens`."""
+    """How many of `drafted_tokens` the answer holds."""
 
     def parts(self) -> list[EntryPart]:
         """Client, reuse, speed and error of the request."""

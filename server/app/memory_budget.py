@@ -62,7 +62,7 @@ class MemoryPlan:
     weights_bytes: int
     budget_bytes: int
     others_bytes: int
-    """Of this user's other servers."""
+    """Bytes claimed by this user's other servers."""
     most_bytes: int = 0
     """The budget once others have made way."""
 

@@ -64,7 +64,7 @@ LARGEST_REST_BYTES = 64 << 20
 
 
 MAX_FEATURE_BYTES = 256 << 20
-"""Of budget for the features of pictures: some 100 MB for 10 000 tokens of a 4B model."""
+"""The part of the budget for the features of pictures: some 100 MB for 10 000 tokens of a 4B model."""
 
 
 class Wiring:
@@ -254,7 +254,7 @@ def _draft_source(source: ModelSource, config: ServerConfig) -> ModelSource | No
 
 
 def _stored_bytes(source: ModelSource, config: ServerConfig) -> int:
-    """Of a model and its draft model, which must be smaller."""
+    """Bytes of a model's files and its draft model's, which must be smaller."""
     own_bytes, draft = weights.total_bytes(source.path), _draft_source(source, config)
     draft_bytes = 0 if draft is None else weights.total_bytes(draft.path)
     return own_bytes + (draft_bytes if draft_bytes < own_bytes else 0)

@@ -33,7 +33,7 @@ REPEATED_CURE = """\
 Within one answer, repetition_detection in the request or --loop-guard at the server ends the loop. \
 Over several turns let the client end it, or say in the result of the tool that the call was made before."""
 SHORTEST_SECONDS = 60.0
-"""Of traffic that is worth a word on how long it took."""
+"""Traffic of at least so long is worth a word on how long it took."""
 PIPE_WIDTH = 200
 LEAD_CHARACTERS = 20
 """Shown before the changed words."""

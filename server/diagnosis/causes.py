@@ -115,7 +115,7 @@ class Miss:
     reason: MissReason
     cause: Cause = field(default=Cause.EDITED, kw_only=True)
     message_index: int | None = None
-    """Of a removed message, where it stood."""
+    """The message that changed first; of a removed message, where it stood."""
     role: str | None = None
     token: int | None = None
     """The first that differs or could not be restored."""
@@ -186,4 +186,4 @@ class Reuse:
 
 
 OF_SCORED = Reuse((Miss(MissReason.DISABLED, token=0, cause=Cause.LOGPROBS),))
-"""Of a request for log-probabilities of its prompt."""
+"""The reuse of a request for log-probabilities of its prompt."""

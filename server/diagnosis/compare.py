@@ -92,7 +92,7 @@ def _miss(
 
 
 def _change(cause: Cause, index: int, part: Part, other: Part | None = None) -> Miss:
-    """Of a whole message, at its first difference from another one."""
+    """A miss for a whole message, at its first difference from another message."""
     start = shared_length(part.shown, other.shown) if other is not None else 0
     after = excerpt(other.shown, start) if other is not None else ""
     return _miss(cause, index, (other or part).role, excerpt(part.shown, start), after)

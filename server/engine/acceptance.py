@@ -42,7 +42,7 @@ class AcceptanceRates:
         """The prior counts as `weight` tokens."""
         self.values = list(prior)
         self.cost = 0.0
-        """Of drafting a token, in plain steps."""
+        """The cost of drafting a token, in plain steps."""
         self._decay = decay
         self._num_drafted = [weight] * len(prior)
         self._num_accepted = [weight * value for value in prior]

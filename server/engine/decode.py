@@ -43,7 +43,7 @@ class DecodePipeline:
         self._in_flight: DecodeStep | None = None
         """Prepared or launched, and not read."""
         self._sequences: list[Sequence] = []
-        """Of that step."""
+        """The sequences of that step."""
         self._left_seconds: float | None = None
         """What the last plain step's end took, if a step with drafts was to follow it at once."""
 
@@ -227,7 +227,7 @@ class DecodePipeline:
             self._runner.start(step)
 
     def _masks(self, sequence: Sequence) -> list[MaskWords | None]:
-        """Of each sample of the step; all None for a row without a grammar."""
+        """A mask for each sample of the step; all None for a row without a grammar."""
         masks, sequence.row.masks = sequence.row.masks, []
         if not masks and sequence.output.is_bound and sequence in self._table:
             return self._masks_along(sequence, []) or [None]

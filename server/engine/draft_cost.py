@@ -11,7 +11,7 @@ import numpy as np
 MIN_GAIN = 0.03
 """Part of the tokens per second that drafts must add."""
 MAX_STEP_TOKENS = 4096
-"""Of all rows; more cost as much."""
+"""Most tokens of all rows that a step's cost is learned for; more cost as much."""
 CORRECTION = 0.2
 """By which part of its error an estimate is corrected."""
 STALL = 1.5
@@ -138,7 +138,7 @@ class OverheadBudget:
 
     def __init__(self) -> None:
         self._budgets = [_FIRST_BUDGET, _FIRST_BUDGET]
-        """Of followed texts, and of the drafter."""
+        """The budgets of followed texts and of the drafter."""
         self._max_deficits = [_FIRST_DEFICIT, _FIRST_DEFICIT]
         """Doubled by a step that leads beyond it, halved by each that gains."""
         self._lookup_overrun = 0.0

@@ -68,7 +68,7 @@ class _Text:
     job: EmbeddingJob
     place: int
     run: "LongText | None" = None
-    """Of a long text that is under way, the first of all; memory is set aside for it."""
+    """The state of a long text that is under way, the first of all; memory is set aside for it."""
     offset: int = 0
 
     @property

@@ -81,7 +81,7 @@ class EngineConfig:
     context_tokens: int = 4096
     """Prompt and output together."""
     feature_bytes: int = 0
-    """Of `budget_bytes`, for the features of pictures."""
+    """The part of `budget_bytes` for the features of pictures."""
     token_operations: float = 1.0
     """Floating-point operations of a prompt token, about."""
     chunk_tokens: int = CHUNK_TOKENS
@@ -241,7 +241,9 @@ class Engine:
             raise EngineStopped("the engine is not running")
         left_tokens = self._config.context_tokens - len(request.tokens)
         if left_tokens < 1 or not len(request.tokens) or request.max_tokens < 0:
-            raise ValueError(f"{len(request.tokens)} prompt tokens of {self._config.context_tokens} leave no room")
+            raise ValueError(
+                f"{len(request.tokens)} prompt tokens leave no room of {self._config.context_tokens} for an answer"
+            )
         generation = Generation(partial(self._cancel, request.request_id), self._mailbox_here())
         self._generations.add(generation)
         fitted = replace(request, max_tokens=min(request.max_tokens, left_tokens))
@@ -495,7 +497,7 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
         return None
     for former in model_folders.find_former(config.disk_folder, loaded.name, loaded.fingerprint):
         text = (
-            "%s holds conversations of a %s with other files, which are not used: mlx-serve cache rm %s deletes them"
+            "%s holds conversations of other files of %s; they are not used, and mlx-serve cache rm %s deletes them"
         )
         logger.warning(text, former, loaded.name, former.name)
     # One folder for each model: state of older library versions is found there, and removed.

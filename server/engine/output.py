@@ -175,7 +175,7 @@ class LoopWatch:
         self._rule = rule
         self._num_tokens = 0
         self._places = defaultdict[int, deque[int]](lambda: deque(maxlen=rule.max_pattern))
-        """Of each token, the latest last."""
+        """The places of each token, the latest last."""
         self._runs: dict[int, int] = {}
         """By length of a pattern, how many last tokens equal those a pattern before."""
 
@@ -244,7 +244,7 @@ class Output:
             except GrammarFailed as error:
                 if not self._grammar.release():
                     raise
-                logger.warning("request %s: the rest of a call is not bound: %s", self._request.request_id, error)
+                logger.warning("request %s: the rest of a call goes unbound: %s", self._request.request_id, error)
         num_tokens = next((place + 1 for place, token in enumerate(draft) if token in self._ends), len(draft))
         return [None] * (num_tokens + 1)
 

@@ -149,7 +149,7 @@ class Timings:
     predicted_ms: float
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Of `drafted_tokens`; the answer's tokens that needed no decode step of their own."""
+    """How many of `drafted_tokens` the answer holds: they needed no decode step of their own."""
 
     @property
     def token_ms(self) -> float | None:
@@ -166,7 +166,7 @@ class Started:
     match_tokens: int
     """What the cache knew."""
     hit_tokens: int
-    """What it restored."""
+    """Prompt tokens restored."""
     restore_ms: float = 0.0
     tier: str | None = None
     """Where the restored part was, if any."""
@@ -277,7 +277,7 @@ class DeviceLost(EngineError):
     """The device takes no more work from this process."""
 
     def __init__(self) -> None:
-        super().__init__("the GPU refuses all work of this process, after errors before; the server must start again")
+        super().__init__("the GPU refuses all work of this process after earlier errors; restart the server")
 
 
 def check_device(error: Exception) -> None:

@@ -93,7 +93,7 @@ class Sequence(Scheduled):
         """State being read from disk, until there is a lease."""
         self.output = Output(request, decoder, ends)
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Of evaluated prompt tokens after the first, where requested."""
+        """Log-probabilities of evaluated prompt tokens after the first, where requested."""
         self._output_logprobs: list[TokenLogprob] = []
         self.num_faults = 0
         """Errors since the sequence last came further."""
@@ -123,7 +123,7 @@ class Sequence(Scheduled):
         )
         """The next match compares only new tokens."""
         self.encoding: Encoding | None = None
-        """Of the next picture, while its sequence is evaluated up to it."""
+        """The encoding of the next picture, while the prompt is evaluated up to it."""
         self.lease: Lease | None = None
         self.row: Any = None
         """A `DecodeRow`, while the sequence decodes. The lease's log has all tokens but the known ones."""
@@ -293,7 +293,7 @@ class EngineState:
 
     @property
     def num_bytes(self) -> int:
-        """Of parked state."""
+        """Bytes of parked state."""
         return self.prefix_cache.ledger.stored_bytes
 
     def shrink(self, budget_bytes: int) -> None:

@@ -31,7 +31,7 @@ from server.engine.request import DraftSource, DraftStats, GenerationRequest
 MIN_RATE = 0.02
 """A draft ends before a token that is less likely to be reached and accepted."""
 MAX_OWN_TOKENS = 8192
-"""Of a prompt that must not join the history."""
+"""Most tokens that are searched of a prompt that must not join the history."""
 
 
 class Choice(NamedTuple):
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
     lengths: list[int]
     tokens: float
-    """Of all rows."""
+    """Expected tokens of all rows."""
     cost: float
     """In plain steps."""
 
@@ -110,9 +110,9 @@ class Drafting:
     chosen: FollowedText | DrafterRow | None = None
     """What the next draft is from."""
     net_rate: float = 0.0
-    """Of the next draft's first token."""
+    """The net rate of the next draft's first token."""
     source: DraftSource = DraftSource.HISTORY
-    """Of the last draft."""
+    """The source of the last draft."""
 
     @property
     def uses_drafter(self) -> bool:

@@ -15,7 +15,7 @@ import regex
 MAX_QUERY_CHARACTERS: Final = 200
 MAX_FOUND: Final = 5
 MAX_SEARCHED_CHARACTERS: Final = 32_768
-"""Of a tool: a search goes through a text at once, and holds Python's lock."""
+"""Most characters of a tool: a search goes through a text at once, and holds Python's lock."""
 REGEX: Final = "tool_search_tool_regex"
 BM25: Final = "tool_search_tool_bm25"
 VERSION: Final = "_20251119"

@@ -71,7 +71,7 @@ class PropsBody(TypedDict):
     """The server and its model."""
 
     default_generation_settings: dict[Literal["n_ctx", "params"], Any]
-    """Of requests."""
+    """The settings that requests get by default."""
     total_slots: int
     model_alias: str
     model_path: str

@@ -230,7 +230,7 @@ class _ChatExchange(Exchange):
         self._said: dict[str, Any] = {"content": "", "thinking": "", "tool_calls": []}
         self._call: dict[str, Any] = {}
         self._arguments = ""
-        """Of `_call`, the open one."""
+        """The arguments of the open call, `_call`."""
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         async for event in answer.events():

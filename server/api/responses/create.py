@@ -163,7 +163,7 @@ class BackgroundRun:
         self.is_cancelled = self.has_ended = False
         self.events: list[bytes] = []
         self.num_bytes = self.num_forgotten = 0
-        """Of the first events."""
+        """Bytes of the events; how many of the first ones were dropped."""
         self._grown = asyncio.Event()
         self._task: asyncio.Task[Any] | None = None
 

@@ -154,12 +154,12 @@ MAX_DISK_BYTES: Final = 1 << 30
 RESERVE_BYTES: Final = 4 << 20
 _PAGES_PER_STEP: Final = 256
 _ROWS_PER_STEP: Final = 100
-"""Of items written at once: each step waits for Python's lock, while others wait for the store."""
+"""Most items written at once: each step waits for Python's lock, while others wait for the store."""
 _MODE_ATTEMPTS: Final = 250
 _MODE_SECONDS: Final = 0.02
 _VERSION: Final = 2
 _TABLES: Final = ("responses", "chains", "conversations", "conversation_items", "items", "threads")
-"""Those of earlier versions too."""
+"""The tables, those of earlier versions too."""
 _SCHEMA: Final = """
 CREATE TABLE threads (
     thread INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, holder TEXT NOT NULL, kind TEXT NOT NULL,
