@@ -101,8 +101,8 @@ MAX_JOINED = 4096
 class Queue:
     """Candidates in the order of eviction.
 
-    Those of about one age share a heap by weight: time reorders only heaps, and only their firsts are compared. Age
-    differences matter less with time: neighbours are joined, some dozens remain.
+    Candidates of about one age share a heap by weight: time reorders only heaps, and only their firsts are compared.
+    Differences of age matter less with time: neighbours are joined, some dozens remain.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from models.inference.row import DecodeRow, Group
 from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 
 MAX_MEMBER_TOKENS, MAX_MASKED_TOKEN = 65_536.0, 16.0
-"""Where reading costs nothing measurable."""
+"""Assumed costs where reading costs nothing measurable."""
 
 Choose: TypeAlias = Callable[..., list[Wanted]]
 """Chooses groups: `grouping.plan` with a model's costs."""

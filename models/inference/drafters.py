@@ -47,11 +47,11 @@ class Drafter(ABC):
     """A model with its drafter."""
 
     name: str
-    """For a person."""
+    """A name for people."""
     num_layers = 1
     """The last so many of a row's layer caches are the drafter's."""
     probed: Any
-    """What the probe is to prove."""
+    """The model that the probe tries."""
 
     @abstractmethod
     def make_cache(self) -> list[LayerCache]:

@@ -129,7 +129,7 @@ def measure_step_seconds(
 
 
 def seconds_of(compute: Callable[[], Any]) -> float:
-    """Until all that `compute` returns is evaluated."""
+    """Seconds until all that `compute` returns is evaluated."""
     begun = time.perf_counter()
     mx.eval(compute())
     return time.perf_counter() - begun

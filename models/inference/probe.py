@@ -150,7 +150,7 @@ _SMALLEST_SPREAD = 1e-5
 
 _SHORT_TOKENS = 7
 _GROWTH_TOKENS = 256
-"""By which mlx-lm's caches grow."""
+"""Tokens by which mlx-lm's caches grow."""
 
 
 @dataclass(eq=False)
@@ -361,7 +361,7 @@ class Probe:
     def _find_suspects(
         self, border: int, plan: _Plan, trials: Sequence[_Trial], made: _Made
     ) -> dict[_Observed, float]:
-        """What differs each time, by how much."""
+        """What differs in each trial, and by how much."""
         suspects = dict[_Observed, float]()
         for number in range(_NUM_TRIALS):
             self._require(plan.num_tokens(len(trials), with_reference=(border, number) not in made))
@@ -393,7 +393,7 @@ class _Rows:
         self._border = border
         self._lengths = (_SHORT_TOKENS, max(1, border - 2), border + min(border // 3, 64) + 5, max(1, border - 2))
         self._head_tokens = -(-self._lengths[1] // 2)
-        """With which rows 1 and 2 begin."""
+        """Tokens of the head with which rows 1 and 2 begin."""
         self._short = evaluate.make_caches()
         prompt = evaluate.draw_tokens(rng, _SHORT_TOKENS)
         for part in (prompt[:4], prompt[4:]):

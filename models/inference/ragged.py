@@ -70,7 +70,7 @@ class Parts(mx.array):
         self.foldings = foldings
         """How each item's tokens are folded; None where all rows feed one token."""
         self.padding = padding
-        """Where the model sees padded rows."""
+        """The padding, if the model sees padded rows."""
 
     @property
     def has_heads(self) -> bool:
@@ -115,7 +115,7 @@ class Padding(NamedTuple):
     @classmethod
     @lru_cache(4)
     def of(cls, lengths: tuple[int, ...]) -> "Padding":
-        """For rows of `lengths` tokens."""
+        """The padding of rows of `lengths` tokens."""
         longest, stops = max(lengths), itertools.accumulate(lengths)
         rows = zip(lengths, stops, strict=True)
         places = [[min(stop - length + at, stop - 1) for at in range(longest)] for length, stop in rows]
@@ -139,7 +139,7 @@ class Folding(NamedTuple):
 
     length: int
     rows: slice | None
-    """In the group; None for a row alone."""
+    """Places in the group; None for a row alone."""
     num_rows: int = 1
 
     def fold(self, flat: mx.array) -> mx.array:

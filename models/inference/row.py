@@ -41,7 +41,7 @@ class DecodeRow:
     """Chosen tokens that the caches lack; empty while they lack only the sample of a step that is not read."""
     adapter: int = NO_ADAPTER
     shift: int = 0
-    """What is added to the row's offsets to give positions, after pictures."""
+    """Added to the row's offsets, it gives positions; 0 without pictures."""
     before: mx.array | None = None
     """With a drafter: hidden states before each known token, `[num_known, width]`."""
     draft: list[int] = field(default_factory=list)
@@ -85,7 +85,7 @@ class DecodeRow:
 
     @property
     def own_length(self) -> int:
-        """As `length`, without those of the head."""
+        """Tokens that the row's own caches hold: `length` without those of the head."""
         return self.length - head_length(self.leaves)
 
     @property

@@ -66,7 +66,7 @@ class _StepLogprobs:
     """Distributions of rows that requested them; lazy until the step is evaluated."""
 
     num_top: dict[int, int]
-    """By row, in the order of the arrays."""
+    """How many likeliest tokens each row wants, in the order of the arrays."""
     all: mx.array
     """Natural logarithms, float32 `[num_telling, vocab_size]`."""
     top_ids: mx.array
@@ -172,7 +172,7 @@ class Runner:
         self._vocab_size = vocab_size
         self._sampler = BatchSampler(vocab_size)
         self._batches = defaultdict[int, DecodeBatch](self._make_batch)
-        """By adapter, where adapters do not mix."""
+        """Batches by adapter, where adapters do not mix."""
         self._prefilled_tokens = 0
         self._num_steps = 0
         probe = Probe(model if drafter is None else drafter.probed, vocab_size, max_seconds=max_probe_seconds)
@@ -218,7 +218,7 @@ class Runner:
             self.draft_seconds = self._measure(self._drafter.measure_draft_seconds)
 
     def _measure(self, measure: Callable[[Sequence[LayerCache]], _Measured]) -> _Measured:
-        """By layer caches with a token."""
+        """Measures with layer caches that hold a token."""
         caches = self.make_caches()
         mx.eval(self._whole(mx.array([[0]]), cache=caches))
         return measure(caches)
@@ -573,7 +573,7 @@ def _offset(caches: Sequence[LayerCache]) -> int:
 
 
 def _can_draft_alone(row: DecodeRow, drafter: Drafter) -> bool:
-    """Whether its caches hold its state, and no head's."""
+    """Whether the row's own caches hold all of its state, no group and no head."""
     layers = leaves_of(row.caches[-drafter.num_layers :])
     is_empty = any(isinstance(leaf, ArraysCache) and leaf.empty() for leaf in layers)
     return row.group is None and row.head is None and not is_empty and _knows_before(row)

@@ -144,7 +144,7 @@ class ForcedTokens(FollowedText):
         return others if goes_on else forced
 
     def net_rates(self, limit: int, minimum: float, num_ahead: int = 0) -> list[float]:
-        """As of any proposer."""
+        """Net rates as any proposer gives them."""
         rates = super().net_rates(limit, minimum, num_ahead)
         num_tokens = num_ahead + len(rates)
         if not rates or len(self.draft(limit + num_ahead)) <= num_tokens:

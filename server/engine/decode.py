@@ -38,7 +38,7 @@ class DecodePipeline:
     """Decodes all sequences. Worker thread only."""
 
     def __init__(self, table: SequenceTable, speculation: Speculation | None = None) -> None:
-        """Without `speculation` nothing is drafted."""
+        """Makes a pipeline; without `speculation` nothing is drafted."""
         self._table, self._runner, self._clock, self._speculation = table, table.runner, table.clock, speculation
         self._in_flight: DecodeStep | None = None
         """Prepared or launched, and not read."""

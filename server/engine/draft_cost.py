@@ -64,7 +64,7 @@ class StepCost:
         widths.append(MAX_STEP_TOKENS)
         seconds = np.append(seconds, seconds[-1] + slope * (MAX_STEP_TOKENS - widths[-2]))
         self.calls: list[float] = np.interp(range(MAX_STEP_TOKENS + 1), widths, seconds).tolist()
-        """By tokens."""
+        """The cost of a model call, by its tokens."""
         self.min_token = float(np.diff(self.calls[1:]).min())
         """The least that a token adds."""
         self._plain: dict[int, tuple[float, int, StallFilter]] = {}

@@ -242,7 +242,7 @@ class Engine:
         left_tokens = self._config.context_tokens - len(request.tokens)
         if left_tokens < 1 or not len(request.tokens) or request.max_tokens < 0:
             raise ValueError(
-                f"{len(request.tokens)} prompt tokens leave no room of {self._config.context_tokens} for an answer"
+                f"{len(request.tokens)} prompt tokens leave no room for an answer in {self._config.context_tokens}"
             )
         generation = Generation(partial(self._cancel, request.request_id), self._mailbox_here())
         self._generations.add(generation)

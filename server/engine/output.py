@@ -82,7 +82,7 @@ class GrammarConstraint:
         return words
 
     def forced(self) -> Sequence[int]:
-        """As of a matcher."""
+        """The tokens that must come next, as a matcher gives them."""
         if not self.is_binding:
             return ()
         return () if self.is_thinking or self._reasoning_start is not None else self._matcher.forced()

@@ -164,7 +164,7 @@ class Started:
     slot: int
     prompt_tokens: int
     match_tokens: int
-    """What the cache knew."""
+    """Prompt tokens that the cache knew."""
     hit_tokens: int
     """Prompt tokens restored."""
     restore_ms: float = 0.0

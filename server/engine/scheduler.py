@@ -273,7 +273,7 @@ def choose_to_wait(running: Iterable[S]) -> S | None:
 
 MIN_SECONDS, MAX_SECONDS = 1, 60
 UNKNOWN_SECONDS = 2
-"""Until a request has ended while others waited."""
+"""Seconds to wait, until a request has ended while others waited."""
 NUM_ENDS = 64
 
 

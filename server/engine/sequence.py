@@ -287,7 +287,7 @@ class EngineState:
         """`fingerprint`: of model, precision and libraries."""
         self.prefix_cache, self.fingerprint = prefix_cache, fingerprint
         self.last_used = 0.0
-        """When a model was used last that is not loaded."""
+        """The time of last use of a model that is not loaded."""
         self._turns: OrderedDict[tuple[str, str], TokenArray] = OrderedDict()
         self.turn_bytes = 0
 

@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     tokens: float
     """Expected tokens of all rows."""
     cost: float
-    """In plain steps."""
+    """Expected cost, in plain steps."""
 
     @property
     def speed(self) -> float:
@@ -108,7 +108,7 @@ class Drafting:
     is_kept: bool
     """The output may join the history."""
     chosen: FollowedText | DrafterRow | None = None
-    """What the next draft is from."""
+    """The text or drafter that the next draft is from."""
     net_rate: float = 0.0
     """The net rate of the next draft's first token."""
     source: DraftSource = DraftSource.HISTORY
@@ -140,7 +140,7 @@ class Drafting:
             self.chosen, self.net_rate = self.drafter, net_rate
 
     def net_rates(self, limit: int, minimum: float, num_ahead: int = 0) -> list[float]:
-        """As of the chosen source."""
+        """Net rates of the chosen source."""
         return [] if self.chosen is None or limit <= 0 else self.chosen.net_rates(limit, minimum, num_ahead)
 
     def draft(self, num_tokens: int) -> list[int]:
