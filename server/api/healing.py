@@ -72,10 +72,11 @@ def system_in_front(messages: Sequence[Message]) -> tuple[list[Message], list[He
     start = num_leading_system(messages)
     stop = start + 1 + num_leading_system(messages[start + 1 :])
     behind = messages[start + 1 : stop]
-    if sum(len(plain_text(one.get("content"))) for one in behind) < MIN_SYSTEM_CHARACTERS:
+    size = sum(len(plain_text(one.get("content"))) for one in behind)
+    if size < MIN_SYSTEM_CHARACTERS:
         return list(messages), []
     moved = [*messages[:start], *behind, *messages[start : start + 1], *messages[stop:]]
-    return moved, [Heal(HealKind.SYSTEM, start, 0.0, not has_replies(messages))]
+    return moved, [Heal(HealKind.SYSTEM, start + len(behind) - 1, size, not has_replies(messages))]
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Heads:
         if not (head.tools and model.can_forbid_calls):
             return asked
         asked = replace(asked, tools=head.tools, changed_tools=head.changed_tools, forbids_calls=True)
-        return replace(asked, heals=[*asked.heals, Heal(HealKind.COMPACTION, 0, 0.0, is_new=True)])
+        return replace(asked, heals=[*asked.heals, Heal(HealKind.COMPACTION, 0, is_new=True)])
 
     def _with_base(
         self, asked: "Conversation", key: tuple[str, str, bytes], head: Head | None
@@ -154,7 +155,7 @@ class Heads:
         if len(notes) > MAX_NOTES or any(place > len(messages) for place, _ in notes):
             return _as_sent(asked)
         if notes:
-            heal = Heal(HealKind.GIT, 0, change[0] / len(base.text), text != base.sent)
+            heal = Heal(HealKind.GIT, len(base.system) - 1, len(base.text) - change[0], text != base.sent)
             asked = replace(asked, messages=_with_notes(base, messages, notes), heals=[*asked.heals, heal])
         return replace(base, sent=text, notes=notes), asked
 

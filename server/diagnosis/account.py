@@ -25,6 +25,8 @@ from server.diagnosis.compare import (
 from server.diagnosis.prompt import Prompt
 from server.diagnosis.words import shared_ends
 
+CHARACTERS_PER_TOKEN = 4
+"""About."""
 EDGE_TOKENS = 16
 """The most tokens of an answer's header; a prompt restorable up to there is no miss."""
 
@@ -89,13 +91,15 @@ def healed(previous: EvaluatedTurn | None, request: Rendered, heals: Sequence[He
     num_known = previous.num_prompt_tokens if previous is not None and not previous.is_neighbour else 0
     last = min(hit, len(previous.tokens)) if num_known and previous is not None else hit
     starts, saved = [*request.outline.starts, len(request.tokens), len(request.tokens)], [0]
-    for kind, index, share, is_new in heals if request.outline.starts else ():
-        start, text_end, end = starts[index : index + 3]
+    for kind, index, num_after, is_new in heals if request.outline.starts else ():
+        text_end, end = starts[index + 1 : index + 3]
         if kind is HealKind.CALLS and end > num_known:
             # A message's calls stand after its text, where the outline has the next one begin.
             saved.append(last - max(text_end, num_known))
-        elif share is not None and is_new:
-            saved.append(hit - start - int(share * (text_end - start)))
+        elif is_new:
+            # Without the tools the prompt parts at its first token.
+            parts_at = 0 if kind is HealKind.COMPACTION else text_end - num_after // CHARACTERS_PER_TOKEN
+            saved.append(hit - max(0, parts_at))
     return Healed(tuple(dict.fromkeys(heal.kind for heal in heals)), max(saved))
 
 

@@ -150,8 +150,8 @@ class Heal(NamedTuple):
 
     kind: HealKind
     message_index: int
-    share: float | None = None
-    """How much of the message is before the difference; None for calls, which stand after the text."""
+    num_after: int = 0
+    """Characters of the message after the difference."""
     is_new: bool = False
     """Whether no earlier request was healed so; of calls the last turn tells."""
 
