@@ -310,7 +310,7 @@ def _answer_once(talk: Chat, question: str) -> int:
 
 MAX_BYTES = 256 * 2**20
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".heic")
-NO_IMAGES = "models here take text only, so {} cannot be shown to them; describe it in words"
+NO_IMAGES = "a conversation in the terminal takes text only, so {} cannot be shown; describe it in words"
 
 _PATH = re.compile(r"""(?P<quote>['"])(?P<quoted>.+?)(?P=quote)|(?P<bare>(?:\\.|\S)+)""")
 _SIGNATURES = ("\ufffdPNG\r\n", "\ufffdPNG\n", "GIF87a", "GIF89a", "\ufffd\ufffd\ufffd\ufffd\x00\x10JFIF")

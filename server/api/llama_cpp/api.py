@@ -219,7 +219,7 @@ IN_COMPLETION: Rules = {name: rule for name, rule in IN_TEXT.items() if name != 
     there is one answer to one prompt; /v1/completions gives several: n=1
     its name here is return_tokens: return_token_ids=false
     an answer has the text after the prompt, and its tokens: echo=false logprobs
-    prompts are text only: image_data=[]
+    a plain prompt is text only: image_data=[]
 """)
 
 

@@ -30,7 +30,7 @@ MAX_EXPLICIT_POINTS = 16
 IN_CHAT: Rules = IN_BOTH | refused("""
     what the model thinks is returned apart from what it says: include_reasoning=true separate_reasoning=true
         stream_reasoning=true reasoning_format="auto"|"deepseek"|"parsed"
-    prompts and answers are text only: audio modalities=["text"]
+    prompts and answers hold no sounds: audio modalities=["text"]
     messages become the prompt by the model's own template, which ends with the beginning of an answer: prompt
         add_special_tokens=false chat_template="" documents=[]
     an answer does not repeat the conversation: echo=false
@@ -38,7 +38,7 @@ IN_CHAT: Rules = IN_BOTH | refused("""
 """)
 
 IN_MESSAGE: Rules = refused("""
-    prompts are text only: images=[]
+    images stand in content, as parts of it: images=[]
     its name here is reasoning_content: thinking=""
     tools stand in the body, not in a message: tools=[]
 """)

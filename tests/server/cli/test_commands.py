@@ -304,7 +304,7 @@ def test_an_image_is_refused_politely_and_the_conversation_stays(
 ) -> None:
     dialogue = Dialogue()
     talk(models, "Hi", f"What is in '{image}'?", dialogue=dialogue)
-    assert "take text only" in capsys.readouterr().err
+    assert "takes text only" in capsys.readouterr().err
     assert (len(engine.requests), len(dialogue.turns)) == (1, 2)
 
 
@@ -315,7 +315,7 @@ def test_an_image_from_a_pipe_ends_with_status_1(
     monkeypatch.setattr(sys, "stdin", StringIO(data.decode(errors="replace")))
     assert chat(models, Opening(question="What is it?")) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and "take text only" in captured.err
+    assert captured.out == "" and "takes text only" in captured.err
     monkeypatch.setattr(sys, "stdin", StringIO("a PNG"))
     assert chat(models, Opening(question="What is it?")) == 0
 
