@@ -22,6 +22,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from transformers import PreTrainedTokenizerBase
 
+from cache.layers.kinds import make_caches
 from models import weights
 from models.errors import ModelBroken, ModelNotFound, brief, told_as
 from models.formats import POOLING_FILE
@@ -31,7 +32,6 @@ from models.mlx_lm_import import (
     TokenizerWrapper,
     load_model,
     load_tokenizer,
-    make_prompt_cache,
     quantize_model,
     save,
 )
@@ -455,7 +455,7 @@ def open_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerWr
 
 def _vocab_size(model: Any, name: str) -> int:
     with _explained(f"{name}: the model does not run"):
-        return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
+        return int(model(mx.array([[0]]), cache=make_caches(model)).shape[-1])
 
 
 def _context_tokens(config: dict[str, Any]) -> int:

@@ -8,11 +8,8 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantiz
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
-    ChunkedKVCache,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
-    make_prompt_cache,
 )
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -1,125 +1,20 @@
 """Takes one model's layer caches apart, puts them together, and sizes sequences.
 
-mlx-lm gives every layer of a sequence a mutable cache object. A `Layout` sorts layers into three kinds: *span* state
-(attention) is rows of any token range; *window* state (sliding or chunked attention) the last W rows; *recurrent*
-state, and that of convolutions, is whole and valid at one offset. A class without an adapter counts as recurrent:
-slower, never wrong. Nothing here knows tokens, nodes or a budget.
-
-Sequences that share their first tokens may hold the span rows of these once, as a *head*, and the rest as *tails*. A
-head's layer caches are ordinary ones that hold exactly `[0, head_length)`; nobody writes into them. A sequence's own
-arrays begin at `head_length`. Windows and recurrent state are never shared.
+A `Layout` sorts a model's layers by `kinds.py`: *span* state (attention) is rows of any token range; *window* state
+(sliding or chunked attention) the last W rows; *recurrent* state, and that of convolutions, is whole and valid at one
+offset. Nothing here knows tokens, nodes or a budget.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import mlx.core as mx
-from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import CacheList, KVCache
 
 from cache.layers import state as segments
+from cache.layers.kinds import RowKind, head_length, kind_of, leaves_of, split_at_head, tail_of
 from cache.layers.state import Pack, RecurrentState, Segment, arrays_in, assert_rows, owned, packed, rows_up_to
 from cache.types import LayerCache
-
-
-@dataclass(frozen=True)
-class RowLeaf:
-    """Adapter of a cache class with rows per token; this base class, of those that keep every row."""
-
-    num_components: int = 2
-    has_spare: bool = True
-    """Buffers may have spare rows; else each token copies them."""
-    window: int = 0
-    """Number of last rows kept; 0 if all are."""
-
-    def length(self, cache: LayerCache) -> int:
-        """The number of rows; the last is at the sequence's end."""
-        return int(cache.offset) if cache.keys is not None else 0
-
-    def arrays(self, cache: LayerCache) -> list[mx.array]:
-        """Components in temporal order, each [1, num_heads, length, width]; views."""
-        return [rows[..., : cache.offset, :] for rows in arrays_in([cache.keys, cache.values])]
-
-    def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
-        """Makes `arrays`, whose first `num_rows` rows end at `offset`, the state. Consumes them."""
-        # Of a `QuantizedKVCache`: packed numbers, scales and biases.
-        cache.keys, cache.values = arrays if len(arrays) == 2 else (arrays[:3], arrays[3:])
-        cache.offset = offset
-
-    def capacity(self, cache: LayerCache) -> int | None:
-        """How many rows fit the buffers, if any; for classes that keep all."""
-        return int(arrays_in(cache.keys)[0].shape[2]) if cache.keys is not None else None
-
-    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """The most rows in a window class's buffers while `num_tokens` are evaluated.
-
-        A call adds rows, up to `chunk_tokens`, before it removes old ones.
-        """
-        raise AssertionError("every row is kept, and buffers are resized to what was reserved")
-
-
-class _RotatingLeaf(RowLeaf):
-    """`RotatingKVCache` without kept first tokens: a ring of `max_size` rows."""
-
-    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        joined = min(num_tokens, self.window - 1 + chunk_tokens)
-        in_place = min(num_tokens + int(mlx_lm_cache.RotatingKVCache.step) - 1, self.window)
-        return max(joined, in_place) if num_tokens else 0
-
-    def length(self, cache: LayerCache) -> int:
-        return min(int(cache.offset), int(cache.keys.shape[2])) if cache.keys is not None else 0
-
-    def arrays(self, cache: LayerCache) -> list[mx.array]:
-        return [cache._temporal_order(cache.keys), cache._temporal_order(cache.values)]
-
-    def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
-        super().load(cache, arrays, num_rows, offset)
-        cache._idx = num_rows
-
-
-class _ChunkedLeaf(RowLeaf):
-    """`ChunkedKVCache`: rows from `start_position` on, trimmed to the last `chunk_size` before each call."""
-
-    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        step = int(mlx_lm_cache.ChunkedKVCache.step)
-        num_steps = -(-min(num_tokens, max(1, chunk_tokens)) // step)
-        return min(num_tokens, self.window) + num_steps * step
-
-    def length(self, cache: LayerCache) -> int:
-        return int(cache.offset - cache.start_position) if cache.keys is not None else 0
-
-    def arrays(self, cache: LayerCache) -> list[mx.array]:
-        return list(cache.keys_and_values())
-
-    def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
-        super().load(cache, arrays, num_rows, offset)
-        cache.start_position = offset - num_rows
-
-
-_SPAN_LEAVES: dict[type, RowLeaf] = {
-    KVCache: RowLeaf(),
-    mlx_lm_cache.ConcatenateKVCache: RowLeaf(has_spare=False),
-    mlx_lm_cache.QuantizedKVCache: RowLeaf(num_components=6),
-}
-
-
-def row_leaf(cache: LayerCache) -> RowLeaf | None:
-    """The adapter of a cache; None if it must be taken whole."""
-    kind = type(cache)
-    if kind is mlx_lm_cache.RotatingKVCache and cache.keep == 0:
-        return _RotatingLeaf(window=cache.max_size)
-    return _ChunkedLeaf(window=cache.chunk_size) if kind is mlx_lm_cache.ChunkedKVCache else _SPAN_LEAVES.get(kind)
-
-
-def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
-    """The caches with every `CacheList` replaced by its members."""
-    leaves: list[LayerCache] = []
-    for cache in caches:
-        leaves.extend(leaves_of(cache.caches) if isinstance(cache, mlx_lm_cache.CacheList) else [cache])
-    return leaves
-
 
 CHUNK_TOKENS = 256
 """Prompt tokens in one model call, by default."""
@@ -127,7 +22,7 @@ GROWTH_TOKENS = 256
 """A full span buffer grows by so many tokens: copying all rows costs 1/128 of reading them for each token."""
 
 
-_Rows: TypeAlias = tuple[RowLeaf, LayerCache, range]
+_Rows: TypeAlias = tuple[RowKind, LayerCache, range]
 """One row layer: its adapter, its live cache, and the numbers of its components, counted over all row layers."""
 
 
@@ -138,14 +33,14 @@ class Layout:
     """Bytes of a token's span rows; 0 until `calibrate`."""
     _window_bytes_per_row = 0.0
     _recurrent_bytes = 0
-    _spans: Sequence[tuple[int, RowLeaf]] = ()
+    _spans: Sequence[tuple[int, RowKind]] = ()
     """With each layer's index among leaves."""
-    _windows: Sequence[tuple[int, RowLeaf]] = ()
+    _windows: Sequence[tuple[int, RowKind]] = ()
 
     def __init__(self, caches: Sequence[LayerCache], chunk_tokens: int = CHUNK_TOKENS) -> None:
         self._chunk_tokens = chunk_tokens
         leaves = leaves_of(caches)
-        rows = [(index, leaf) for index, cache in enumerate(leaves) if (leaf := row_leaf(cache)) is not None]
+        rows = [(index, kind) for index, cache in enumerate(leaves) if isinstance(kind := kind_of(cache), RowKind)]
         windows = {leaf.window for _, leaf in rows if leaf.window}
         self.has_windows = bool(windows)
         # Rows are kept for one common window; with several windows, the layers are taken whole instead.
@@ -178,7 +73,7 @@ class Layout:
     @property
     def can_share_heads(self) -> bool:
         """Whether all spans are of the class that can be cut into a head and tails."""
-        return bool(self._spans) and all(leaf == RowLeaf() for _, leaf in self._spans)
+        return bool(self._spans) and all(leaf.can_share_head for _, leaf in self._spans)
 
     def origin(self, caches: Sequence[LayerCache]) -> int:
         """Where a sequence's own span rows begin: after its head, if it has one."""
@@ -351,7 +246,7 @@ class Layout:
         return [leaves[index] for index in self._recurrent]
 
 
-def _rows(layers: Iterable[tuple[int, RowLeaf]], caches: Sequence[LayerCache]) -> list[_Rows]:
+def _rows(layers: Iterable[tuple[int, RowKind]], caches: Sequence[LayerCache]) -> list[_Rows]:
     leaves, first, rows = leaves_of(caches), 0, list[_Rows]()
     for index, leaf in layers:
         rows.append((leaf, tail_of(leaves[index]), range(first, first + leaf.num_components)))
@@ -384,7 +279,7 @@ def _bytes_per_row(rows: Iterable[_Rows]) -> float:
     return sum(sum(array.nbytes for array in leaf.arrays(live)) / leaf.length(live) for leaf, live, _ in rows)
 
 
-def _resize(leaf: RowLeaf, live: LayerCache, capacity_tokens: int) -> None:
+def _resize(leaf: RowKind, live: LayerCache, capacity_tokens: int) -> None:
     length, arrays = leaf.length(live), leaf.arrays(live)
     for number, rows in enumerate(arrays):
         arrays[number] = _with_spare_rows([rows], capacity_tokens - length)
@@ -398,90 +293,3 @@ def _with_spare_rows(parts: list[mx.array], num_spare: int) -> mx.array:
     if num_spare > 0:
         parts = [*parts, mx.zeros((batch, num_heads, num_spare, width), parts[0].dtype)]
     return mx.concatenate(parts, axis=2) if len(parts) > 1 else mx.array(parts[0])
-
-
-class HeadedKVCache(KVCache):  # type: ignore[misc]
-    """One span layer of a sequence with a head.
-
-    Models see one cache: `update_and_fetch` joins head and tail, for a prefill chunk. Decoding attends to them apart.
-    """
-
-    __slots__ = ("head",)  # not in `vars`: the arrays of a head are not the sequence's
-
-    def __init__(self, head: KVCache, tail: KVCache) -> None:
-        self.head = head
-        self.tail = tail  # type: ignore[misc]
-
-    @property
-    def offset(self) -> int:
-        """Tokens of the sequence."""
-        return int(self.head.offset + self.tail.offset)
-
-    @property
-    def state(self) -> Any:
-        return self.tail.state
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Appends to the tail; returns copies of all keys and values: extra memory while the layer is evaluated."""
-        self.tail.update_and_fetch(keys, values)
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Copies of all keys and values."""
-        parts = zip(self.head.keys_and_values(), self.tail.keys_and_values(), strict=True)
-        keys, values = (mx.concatenate(list(part), axis=2) for part in parts)
-        return keys, values
-
-
-def tail_of(cache: LayerCache) -> LayerCache:
-    """The layer cache with a sequence's own arrays."""
-    return cache.tail if isinstance(cache, HeadedKVCache) else cache
-
-
-def head_length(leaves: Sequence[LayerCache]) -> int:
-    """Tokens that a sequence has in its head; 0 without one."""
-    return next((int(cache.head.offset) for cache in leaves if isinstance(cache, HeadedKVCache)), 0)
-
-
-def head_of(caches: Sequence[LayerCache]) -> LayerCache | None:
-    """What names the head of a row: one of its layer caches."""
-    return next((cache.head for cache in leaves_of(caches) if isinstance(cache, HeadedKVCache)), None)
-
-
-def split_at_head(caches: list[LayerCache], head: Sequence[LayerCache], num_tokens: int) -> None:
-    """Cuts the first `num_tokens` off a sequence's span layers, one layer after another.
-
-    Empty layer caches `head` get these rows; a `head` that has rows already has the same ones, and stays as it is.
-    Empty `caches` begin with such a head, their tails without tokens.
-    """
-    caches[:] = [_split(*pair, num_tokens) for pair in zip(caches, head, strict=True)]
-
-
-def _split(cache: LayerCache, head: LayerCache, num_tokens: int) -> LayerCache:
-    if isinstance(cache, CacheList):
-        pairs = zip(cache.caches, head.caches, strict=True)
-        return CacheList(*[_split(*pair, num_tokens) for pair in pairs])
-    if type(cache) is not KVCache or (cache.keys is None and head.keys is None):
-        return cache
-    tail = KVCache()
-    if cache.keys is None:
-        tail.keys, tail.values = (_empty_row(rows) for rows in (head.keys, head.values))
-        return HeadedKVCache(head, tail)
-    if head.keys is None:
-        head.keys, head.values = (mx.contiguous(rows[:, :, :num_tokens]) for rows in (cache.keys, cache.values))
-        head.offset = num_tokens
-        mx.eval(head.keys, head.values)
-    tail.keys, tail.values = (_rest(rows, num_tokens) for rows in (cache.keys, cache.values))
-    tail.offset, tail.step = cache.offset - num_tokens, cache.step
-    mx.eval(tail.keys, tail.values)
-    cache.keys = cache.values = None
-    return HeadedKVCache(head, tail)
-
-
-def _rest(rows: mx.array, num_tokens: int) -> mx.array:
-    """The rows from `num_tokens` on, at least one: models and groups tell a layer in use by its arrays."""
-    return mx.contiguous(rows[:, :, num_tokens:]) if rows.shape[2] > num_tokens else _empty_row(rows)
-
-
-def _empty_row(rows: mx.array) -> mx.array:
-    return mx.zeros((*rows.shape[:2], 1, rows.shape[3]), rows.dtype)

@@ -20,13 +20,13 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from cache.layers.layout import leaves_of, split_at_head, tail_of
+from cache.layers.kinds import kind_of, leaves_of, split_at_head, tail_of
 from cache.types import LayerCache
-from models.inference.feeds import Rewind, forget_last, seconds_of, unchanged
+from models.inference.feeds import Rewind, seconds_of, unchanged
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Costs, Row, Wanted, capacity_for
 from models.inference.ragged import flat_layers, join_layers, put_back, ragged_attention
 from models.inference.row import DecodeRow, Group
-from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
+from models.mlx_lm_import import ArraysCache, KVCache
 
 MAX_MEMBER_TOKENS, MAX_MASKED_TOKEN = 65_536.0, 16.0
 """Assumed costs where reading costs nothing measurable."""
@@ -92,10 +92,10 @@ class DecodeBatch:
         self._layers = join_layers(members)
         self.rows = [row for member in members for row in member.rows]
         self._has_fresh = self.choose is not None and any(row.is_fresh for row in rows)
-        self._merged = [leaf for leaf in leaves_of(self._layers) if isinstance(leaf, ArraysCache)]
+        self._merged = [leaf for leaf in leaves_of(self._layers) if kind_of(leaf).is_merged]
         # Slices of merged state would hold an earlier batch's.
         for own in [leaf for row in rows if self._merged for leaf in row.leaves]:
-            if isinstance(own, ArraysCache):
+            if kind_of(own).is_merged:
                 own.cache = [None] * len(own.cache)
 
     def _feed(self, lengths: Mapping[DecodeRow, int]) -> list[LayerCache]:
@@ -132,8 +132,7 @@ class DecodeBatch:
             group.clock.rewind([surplus[row] for row in group.rows])
         alone = [(row, number) for row, number in surplus.items() if number and row.group is None]
         for cache, number in [(cache, number) for row, number in alone for cache in row.leaves]:
-            if not isinstance(cache, ArraysCache):
-                forget_last(tail_of(cache), number)
+            kind_of(cache).forget(tail_of(cache), number)
 
     @contextmanager
     def trial(
@@ -153,7 +152,7 @@ class DecodeBatch:
             self._grow()
 
         own = [cache for row in self.rows if row.group is None for cache in row.caches[-num_layers:]]
-        merged = [leaf for leaf in leaves_of(layers) if isinstance(leaf, ArraysCache)]
+        merged = [leaf for leaf in leaves_of(layers) if kind_of(leaf).is_merged]
         self._grow()
         try:
             with unchanged([*leaves_of(own), *merged]):
@@ -200,7 +199,7 @@ class DecodeBatch:
     def _extract(self, index: int) -> None:
         """Writes a row's recurrent state into its own caches, as lazy slices."""
         for merged, own in zip(leaves_of(self._layers), self.rows[index].leaves, strict=True) if self._merged else ():
-            if isinstance(own, ArraysCache):
+            if kind_of(own).is_merged:
                 own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
 
     def _extract_all(self) -> None:
@@ -270,7 +269,7 @@ class DecodeBatch:
 
     def _slack_tokens(self, rows: Sequence[DecodeRow], groups: Sequence[Group]) -> int:
         """Tokens that the slack of all rings may take, as if every layer were a ring."""
-        if not any(isinstance(cache, RotatingKVCache) for cache in rows[0].leaves):
+        if not any(kind_of(cache).window for cache in rows[0].leaves):
             return 0
         # New groups have room for fewer than twice their rows.
         return (self.max_feed_tokens - 1) * (2 * len(rows) + sum(group.buffer.room for group in groups))

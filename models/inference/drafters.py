@@ -14,12 +14,11 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from cache.layers.layout import leaves_of, tail_of
+from cache.layers.kinds import kind_of, leaves_of, make_caches, tail_of
 from cache.types import LayerCache
 from models.inference.feeds import seconds_of, unchanged
 from models.inference.ragged import Padding, RaggedLayer
 from models.loader import DraftModel, LoadedModel
-from models.mlx_lm_import import ArraysCache, RotatingKVCache, make_prompt_cache
 from models.mtp import MtpModule, language_model
 
 _TRIALS = 4
@@ -124,9 +123,9 @@ class MtpDrafter(Drafter):
 
     def make_cache(self) -> list[LayerCache]:
         """The module's is like the last with such attention."""
-        others = [cache for cache in make_prompt_cache(self._model) if not isinstance(cache, ArraysCache)]
-        alike = [cache for cache in others if isinstance(cache, RotatingKVCache) == self._module.slides]
-        return [*make_prompt_cache(self._model), alike[-1]]
+        others = [cache for cache in make_caches(self._model) if not kind_of(cache).is_merged]
+        alike = [cache for cache in others if bool(kind_of(cache).window) == self._module.slides]
+        return [*make_caches(self._model), alike[-1]]
 
     def evaluate(
         self, tokens: mx.array, caches: Sequence[LayerCache], lengths: Sequence[int], before: StatesBefore
@@ -156,12 +155,12 @@ class ModelDrafter(Drafter):
     def __init__(self, model: Module, vocab_size: int, draft: DraftModel) -> None:
         self._model, self._draft, self.name = cast(Any, model), cast(Any, draft.model), draft.name
         self._vocab_size, self._last_token = vocab_size, draft.vocab_size - 1
-        self.num_layers = len(make_prompt_cache(draft.model))
+        self.num_layers = len(make_caches(draft.model))
         self.probed = self
 
     def make_cache(self) -> list[LayerCache]:
         """The draft model's after the model's."""
-        return [*make_prompt_cache(self._model), *make_prompt_cache(self._draft)]
+        return [*make_caches(self._model), *make_caches(self._draft)]
 
     def evaluate(
         self, tokens: mx.array, caches: Sequence[LayerCache], lengths: Sequence[int], before: StatesBefore
@@ -212,5 +211,5 @@ def _with_entries(logits: mx.array, layers: Sequence[LayerCache]) -> mx.array:
     for leaf in leaves_of(layers):
         for member in leaf.members if isinstance(leaf, RaggedLayer) else [leaf]:
             tail = tail_of(member)
-            entries += tail.cache if isinstance(tail, ArraysCache) else (tail.keys, tail.values)
+            entries += tail.cache if kind_of(tail).is_merged else (tail.keys, tail.values)
     return cast(list[mx.array], mx.depends([logits], [one for one in entries if one is not None]))[0]

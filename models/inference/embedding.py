@@ -13,11 +13,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.layers.kinds import make_caches
 from models.adapter import NO_ADAPTER
 from models.errors import EmbeddingUnsupported
 from models.formats import Judgement, Pooling, Reading, Vector
 from models.lora import AdapterSet, selecting
-from models.mlx_lm_import import make_prompt_cache
 
 _Evaluate: TypeAlias = Callable[..., mx.array]
 _TRUNKS = ("model", "backbone", "transformer", "language_model")
@@ -86,7 +86,7 @@ class LongText:
 
     def __init__(self, embedder: Embedder, reading: Reading, adapter: int) -> None:
         self._embedder, self._reading, self._adapter = embedder, reading, adapter
-        self._evaluate, self._caches = embedder.evaluation(reading), list(make_prompt_cache(embedder.model))
+        self._evaluate, self._caches = embedder.evaluation(reading), make_caches(embedder.model)
         self._pooled: mx.array | None = None
 
     def feed(self, tokens: NDArray[np.int32]) -> None:

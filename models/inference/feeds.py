@@ -14,9 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from cache.layers.layout import leaves_of, tail_of
+from cache.layers.kinds import kind_of, leaves_of, tail_of
 from cache.types import LayerCache
-from models.mlx_lm_import import ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 MAX_FEED_TOKENS = 33
 """A known token and the longest draft."""
@@ -24,8 +23,7 @@ MAX_FEED_TOKENS = 33
 
 def find_fixed(caches: Sequence[LayerCache]) -> str | None:
     """The class of a layer cache that cannot forget its last tokens, if there is one."""
-    kinds = (KVCache, QuantizedKVCache, RotatingKVCache, ChunkedKVCache, ArraysCache)
-    return next((type(cache).__name__ for cache in leaves_of(caches) if type(cache) not in kinds), None)
+    return next((type(cache).__name__ for cache in leaves_of(caches) if not kind_of(cache).can_forget), None)
 
 
 class Rewind:
@@ -33,48 +31,29 @@ class Rewind:
 
     def __init__(self, caches: Sequence[LayerCache], num_fed: int) -> None:
         self._num_fed = num_fed
-        self._leaves = [tail_of(cache) for cache in leaves_of(caches)]
-        self._before = [_replaced(cache) for cache in self._leaves]
-        self._keeps_none = any(isinstance(cache, ArraysCache) for cache in self._leaves)
+        tails = [(kind_of(cache), tail_of(cache)) for cache in leaves_of(caches)]
+        self._leaves = [(kind, cache, kind.before_call(cache)) for kind, cache in tails]
 
     def keep(self, num_kept: int) -> int:
         """Leaves the first `num_kept` of the call's tokens, or none; returns how many."""
         if num_kept == self._num_fed:
             return num_kept
-        if self._keeps_none:
+        if any(kind.is_merged for kind, _, _ in self._leaves):
             num_kept = 0
-        for cache, before in zip(self._leaves, self._before, strict=True):
+        for kind, cache, before in self._leaves:
             if before and not num_kept:
-                vars(cache).update(before)
+                cache.__dict__.update(before)
             else:
-                forget_last(cache, self._num_fed - num_kept)
+                kind.forget(cache, self._num_fed - num_kept)
         return num_kept
-
-
-def _replaced(cache: LayerCache) -> dict[str, Any]:
-    """What a call replaces; nothing for a buffer that grows in place."""
-    if isinstance(cache, ArraysCache):
-        return {"cache": list(cache.cache)}
-    return dict(vars(cache)) if isinstance(cache, RotatingKVCache) else {}
-
-
-def forget_last(cache: LayerCache, num_tokens: int) -> None:
-    """Takes the last tokens of a call out of a span or window layer."""
-    if not isinstance(cache, RotatingKVCache):
-        cache.trim(num_tokens)
-    elif cache.keys is not None:
-        # The call left them in temporal order, with all that the window of the first new token needs.
-        num_rows = cache.keys.shape[2] - num_tokens
-        cache.keys, cache.values = cache.keys[:, :, :num_rows], cache.values[:, :, :num_rows]
-        cache.offset, cache._idx = cache.offset - num_tokens, num_rows
 
 
 @contextmanager
 def unchanged(leaves: Sequence[LayerCache]) -> Iterator[None]:
     """Tokens that join layers in the block leave at its end; buffers keep their size."""
     tails = [tail_of(leaf) for leaf in leaves]
-    spans = [(tail, int(tail.offset), _num_places(tail)) for tail in tails if isinstance(tail, KVCache)]
-    others = [(tail, copied_state(tail)) for tail in tails if not isinstance(tail, KVCache)]
+    spans = [(tail, int(tail.offset), _num_places(tail)) for tail in tails if kind_of(tail).can_share_head]
+    others = [(tail, copied_state(tail)) for tail in tails if not kind_of(tail).can_share_head]
     try:
         yield
     finally:

@@ -18,10 +18,10 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from cache.layers.layout import GROWTH_TOKENS, HeadedKVCache, tail_of
+from cache.layers.kinds import head_of, kind_of, tail_of
+from cache.layers.layout import GROWTH_TOKENS
 from cache.types import LayerCache
 from models.inference.grouping import Buffer
-from models.mlx_lm_import import RotatingKVCache
 
 
 class Clock:
@@ -69,9 +69,9 @@ class GroupLayer:
 
     def __init__(self, like: LayerCache, clock: Clock, buffer: Buffer, head_tokens: int, slack: int) -> None:
         self._clock = clock
-        self.window = int(like.max_size) if isinstance(like, RotatingKVCache) else 0
+        self.window = kind_of(like).window
         self._ring = self.window + slack if self.window else 0
-        self.head = like.head if isinstance(like, HeadedKVCache) else None
+        self.head = head_of([like])
         self._head_tokens = head_tokens
         self._start = 0 if self.window else head_tokens
         self.capacity = self._bounded(buffer.capacity)

@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.layers.layout import leaves_of, row_leaf, split_at_head, tail_of
+from cache.layers.kinds import RowKind, kind_of, leaves_of, make_caches, split_at_head, tail_of
 from cache.layers.state import arrays_in
 from cache.types import LayerCache
 from models.inference import grouping
@@ -32,7 +32,6 @@ from models.inference.feeds import copied_state, find_fixed
 from models.inference.grouping import Row, Wanted
 from models.inference.ragged import NotRagged, inputs_of, join_layers, ragged_attention
 from models.inference.row import DecodeRow
-from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 logger = logging.getLogger(__name__)
 
@@ -52,26 +51,24 @@ def _fill(
     gains = _gains(num_tokens, borders)
     for index, (cache, source) in enumerate(zip(leaves_of(caches), leaves_of(short), strict=True)):
         rng = np.random.default_rng([seed, index])
-        if isinstance(source, ArraysCache):
+        kind = kind_of(source)
+        if kind.is_merged:
             cache.cache = [None if state is None else _varied(state, rng) for state in source.cache]
-        elif (leaf := row_leaf(source)) is None:
+        elif not isinstance(kind, RowKind):
             raise NotRagged(f"rows of {type(source).__name__} cannot be made up")
         elif source.keys is not None:  # some models leave caches unused, whose layers share others' keys
-            num_rows = min(num_tokens, leaf.window or num_tokens)
-            leaf.load(cache, _drawn_rows(leaf.arrays(source), num_rows, gains, rng), num_rows, num_tokens)
-            if isinstance(cache, RotatingKVCache) and num_tokens > num_rows:
-                # As one that went round, its oldest row in the middle.
-                cache._idx = num_tokens % num_rows or num_rows
-                cache.keys, cache.values = (mx.roll(rows, cache._idx, 2) for rows in (cache.keys, cache.values))
+            num_rows = min(num_tokens, kind.window or num_tokens)
+            kind.load(cache, _drawn_rows(kind.arrays(source), num_rows, gains, rng), num_rows, num_tokens)
+            kind.turn(cache)
 
 
 def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
     """Keys and values of the last `count` tokens, `[1, num_heads, count, head_dim]`; empty if unused."""
     cache = tail_of(cache)
-    leaf = row_leaf(cache)
-    if cache.keys is None or leaf is None:
+    kind = kind_of(cache)
+    if not isinstance(kind, RowKind) or cache.keys is None:
         return []
-    return [rows[..., rows.shape[2] - count :, :] for rows in leaf.arrays(cache)]
+    return [rows[..., rows.shape[2] - count :, :] for rows in kind.arrays(cache)]
 
 
 def _gains(num_tokens: int, borders: Sequence[int]) -> NDArray[np.float64]:
@@ -87,14 +84,15 @@ def _varied(state: mx.array, rng: np.random.Generator) -> mx.array:
 
 
 def _drawn_rows(
-    keys_and_values: Sequence[mx.array], num_rows: int, gains: NDArray[np.float64], rng: np.random.Generator
+    components: Sequence[mx.array], num_rows: int, gains: NDArray[np.float64], rng: np.random.Generator
 ) -> list[mx.array]:
-    keys, values = keys_and_values
+    keys, *others = components
     # Keys around those of real tokens: attention keeps its sharpness.
     one, other, third = (_drawn(keys, num_rows, rng) for _ in range(3))
     # Values of either sign: many nearly cancel, and one large value shows.
-    signs = mx.array((gains[-num_rows:] * rng.choice([-1.0, 1.0], num_rows))[:, None]).astype(values.dtype)
-    return [one + (other - third) * mx.array(0.3, keys.dtype), _drawn(values, num_rows, rng) * signs]
+    signs = mx.array((gains[-num_rows:] * rng.choice([-1.0, 1.0], num_rows))[:, None])
+    varied = [_drawn(values, num_rows, rng) * signs.astype(values.dtype) for values in others]
+    return [one + (other - third) * mx.array(0.3, keys.dtype), *varied]
 
 
 def _drawn(rows: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
@@ -310,7 +308,7 @@ class Probe:
 
     def make_caches(self) -> list[LayerCache]:
         """Empty, of one row."""
-        return list(make_prompt_cache(self.model))
+        return make_caches(self.model)
 
     @cached_property
     def _borders(self) -> list[int]:
@@ -322,12 +320,12 @@ class Probe:
         self._token_seconds = self.clock() - begun
         self._spent_seconds = 2 * self._token_seconds
         self._can_share = DecodeRow(caches).used_leaves() is not None
-        self._has_spans = any(type(cache) is KVCache and cache.keys is not None for cache in leaves)
+        self._has_spans = any(kind_of(cache).can_share_head and cache.keys is not None for cache in leaves)
         floating = (array for array in (logits, *arrays_in(caches)) if mx.issubdtype(array.dtype, mx.floating))
         self._eps = max(float(mx.finfo(array.dtype).eps) for array in floating)
         for cache in leaves:
             cache.__dict__.pop("make_mask", None)  # which refers to the cache: its arrays would not be freed at once
-        windows |= {leaf.window for leaf in map(row_leaf, leaves) if leaf is not None}
+        windows |= {kind_of(leaf).window for leaf in leaves}
         windows |= {size for size in _named_sizes(self.model, set()) if size <= _MAX_NAMED_TOKENS}
         return sorted({*(size for size in windows if size > 1), _GROWTH_TOKENS})
 
@@ -411,7 +409,7 @@ class _Rows:
         borders = [self._border, num_tokens - self._head_tokens]
         _fill(caches, self._short, num_tokens, borders, 2 * self._seed + row)
         for cache, other in zip(leaves_of(caches), leaves_of(self.make(1)), strict=True) if row == 2 else ():
-            if type(cache) is KVCache and cache.keys is not None:
+            if kind_of(cache).can_share_head and cache.keys is not None:
                 cache.keys[:, :, : self._head_tokens] = other.keys[:, :, : self._head_tokens]
                 cache.values[:, :, : self._head_tokens] = other.values[:, :, : self._head_tokens]
         return caches
@@ -495,7 +493,7 @@ def _choose_these(members: Sequence[int], rows: Sequence[Row], *arguments: Any, 
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:
     observed = {_Observed((-1, 0), row, step): array for step, array in enumerate(logits)}
     for layer, cache in enumerate(leaves_of(caches)):
-        if isinstance(cache, ArraysCache):
+        if kind_of(cache).is_merged:
             states = [state for state in cache.cache if state is not None]
             observed |= {_Observed((layer, part), row, -1): state for part, state in enumerate(states)}
         else:

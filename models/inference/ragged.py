@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 
-from cache.layers.layout import HeadedKVCache, leaves_of, tail_of
+from cache.layers.kinds import HeadedKVCache, kind_of, leaves_of, tail_of
 from cache.layers.state import owned
 from cache.types import LayerCache
 from models.inference.groups import GroupLayer
@@ -33,9 +33,6 @@ from models.inference.row import DecodeRow, Group
 from models.mlx_lm_import import (
     ArraysCache,
     CacheList,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
     quantized_attention,
 )
 
@@ -288,7 +285,7 @@ def flat_layers(layers: Sequence[LayerCache], lengths: tuple[int, ...]) -> list[
     """Joined layers for a call in which each row feeds `lengths` tokens."""
     padding = Padding.of(lengths) if has_recurrent(layers) else None
     leaves = (
-        leaf if isinstance(leaf, ArraysCache) else RaggedLayer(getattr(leaf, "members", [leaf]), lengths, padding)
+        leaf if kind_of(leaf).is_merged else RaggedLayer(getattr(leaf, "members", [leaf]), lengths, padding)
         for leaf in leaves_of(layers)
     )
     return _arranged(layers, leaves)
@@ -303,9 +300,9 @@ def put_back(merged: ArraysCache, stays: Sequence[bool], before: Sequence[mx.arr
 
 def _join(members: Sequence[Group | DecodeRow], leaf: int, column: Sequence[LayerCache]) -> LayerCache:
     """One layer of all rows; every row by itself where a group leaves the layer unused."""
-    if isinstance(column[0], ArraysCache):
+    if kind_of(column[0]).is_merged:
         return ArraysCache.merge(column)
-    if not all(isinstance(cache, KVCache | RotatingKVCache | QuantizedKVCache) for cache in column):
+    if not all(kind_of(cache).can_join for cache in column):
         raise NotRagged(f"{type(column[0]).__name__} has no ragged form")
     rest, layers = iter(column), list[LayerCache | GroupLayer]()
     for member in members:
@@ -331,7 +328,7 @@ def _chosen(stays: Sequence[bool], new: mx.array | None, old: mx.array | None) -
 
 def has_recurrent(layers: Sequence[LayerCache]) -> bool:
     """Whether some layer has recurrent state."""
-    return any(isinstance(leaf, ArraysCache) for leaf in leaves_of(layers))
+    return any(kind_of(leaf).is_merged for leaf in leaves_of(layers))
 
 
 def inputs_of(
@@ -347,7 +344,7 @@ def inputs_of(
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
     """Evaluates recurrent state and copies slices, which would keep a batch in memory."""
     for layer in leaves_of(caches):
-        if isinstance(layer, ArraysCache):
+        if kind_of(layer).is_merged:
             layer.cache = [state if state is None else owned(state) for state in layer.cache]
 
 

@@ -13,18 +13,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from cache.layers.layout import HeadedKVCache, head_length, head_of, leaves_of, tail_of
+from cache.layers.kinds import head_length, head_of, kind_of, leaves_of, tail_of
 from cache.types import LayerCache
 from models.adapter import NO_ADAPTER
 from models.inference.grouping import Buffer, Row, capacity_for
 from models.inference.groups import Clock, GroupLayer
 from models.inference.sampling import RowSampling
 from models.inference.sampling_params import SamplingParams
-from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache
 from models.output.grammar import MaskWords
-
-_KINDS = {KVCache, HeadedKVCache, RotatingKVCache}
-"""Classes of layer caches whose rows may be in a group."""
 
 
 @dataclass(eq=False)
@@ -81,7 +77,7 @@ class DecodeRow:
     @property
     def length(self) -> int:
         """Tokens in the caches; 0 if none of them can be in a group."""
-        return max([int(leaf.offset) for leaf in self.leaves if type(leaf) in _KINDS], default=0)
+        return max([int(leaf.offset) for leaf in self.leaves if kind_of(leaf).can_group], default=0)
 
     @property
     def own_length(self) -> int:
@@ -91,19 +87,19 @@ class DecodeRow:
     @property
     def reserved_tokens(self) -> int:
         """Tokens that fit the row's own span buffers, at least those that it has; without those of its head."""
-        spans = [tail_of(leaf) for leaf in self.leaves if type(leaf) in (KVCache, HeadedKVCache)]
+        spans = [tail_of(leaf) for leaf in self.leaves if kind_of(leaf).can_group and not kind_of(leaf).window]
         reserved = [int(span.step if span.keys is None else span.keys.shape[2]) for span in spans]
         return max([self.own_length, *reserved])
 
     @property
     def is_fresh(self) -> bool:
         """Whether the row is empty, and may join a group once it holds a token."""
-        return self.length == 0 and any(type(leaf) in _KINDS for leaf in self.leaves)
+        return self.length == 0 and any(kind_of(leaf).can_group for leaf in self.leaves)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's keys and values; an upper bound beyond a window."""
-        tails = [tail_of(leaf) for leaf in self.leaves if type(leaf) in _KINDS]
+        tails = [tail_of(leaf) for leaf in self.leaves if kind_of(leaf).can_group]
         arrays = [array for tail in tails if tail.keys is not None for array in (tail.keys, tail.values)]
         return sum(array.nbytes // array.shape[2] for array in arrays)
 
@@ -112,9 +108,9 @@ class DecodeRow:
 
         A model may leave caches empty whose layers share the keys of others.
         """
-        spans = [(index, leaf) for index, leaf in enumerate(self.leaves) if not isinstance(leaf, ArraysCache)]
+        spans = [(index, leaf) for index, leaf in enumerate(self.leaves) if not kind_of(leaf).is_merged]
         used = tuple([index for index, leaf in spans if tail_of(leaf).keys is not None])
-        return used if used and {type(leaf) for _, leaf in spans} <= _KINDS else None
+        return used if used and all(kind_of(leaf).can_group for _, leaf in spans) else None
 
 
 def _adopt(given: Sequence[tuple[LayerCache, dict[str, Any]]]) -> None:

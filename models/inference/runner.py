@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from cache.layers.layout import leaves_of
+from cache.layers.kinds import kind_of, leaves_of, make_caches
 from cache.layers.state import owned
 from cache.types import LayerCache, TokenArray
 from models import lora
@@ -49,7 +49,6 @@ from models.inference.row import DecodeRow
 from models.inference.sampling import BatchSampler, RowSampling, TokenIds
 from models.inference.sampling_params import SamplingParams
 from models.lora import AdapterSet, selecting
-from models.mlx_lm_import import ArraysCache, make_prompt_cache
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 from models.vision.features import Encoder, Encoding
@@ -225,7 +224,7 @@ class Runner:
 
     def make_caches(self) -> list[LayerCache]:
         """Empty layer caches for one sequence."""
-        return list(make_prompt_cache(self._whole))
+        return make_caches(self._whole)
 
     def encode(self, picture: Picture, namespace: str) -> Encoding:
         """Begins to make a picture's features, or finds those that the namespace has."""
@@ -575,7 +574,7 @@ def _offset(caches: Sequence[LayerCache]) -> int:
 def _can_draft_alone(row: DecodeRow, drafter: Drafter) -> bool:
     """Whether the row's own caches hold all of its state, no group and no head."""
     layers = leaves_of(row.caches[-drafter.num_layers :])
-    is_empty = any(isinstance(leaf, ArraysCache) and leaf.empty() for leaf in layers)
+    is_empty = any(kind_of(leaf).is_merged and leaf.empty() for leaf in layers)
     return row.group is None and row.head is None and not is_empty and _knows_before(row)
 
 

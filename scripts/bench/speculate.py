@@ -35,6 +35,7 @@ from mlx.nn.layers.quantized import quantize
 from mlx_lm.models import llama, qwen3_5
 
 from cache.history import History
+from cache.layers.kinds import make_caches
 from cache.prefix_cache import PrefixCache
 from cache.types import LayerCache
 from models.inference.drafters import Drafter, drafter_of
@@ -46,7 +47,6 @@ from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling import TokenIds
 from models.inference.sampling_params import SamplingParams
 from models.loader import LoadedModel, load
-from models.mlx_lm_import import make_prompt_cache
 from models.output.call_formats import HERMES
 from models.output.call_grammar import BoundTool, CallGrammar
 from models.output.grammar import CallOpener, Grammar, GrammarKind, MaskWords, OutputGrammar, allows
@@ -414,7 +414,7 @@ def own_answers() -> list[Recorded]:
 def _greedy(loaded: LoadedModel, prompt: list[int]) -> list[int]:
     """An answer without its end."""
     model: Any = loaded.model
-    caches, answer, fed = make_prompt_cache(loaded.model), list[int](), prompt
+    caches, answer, fed = make_caches(loaded.model), list[int](), prompt
     while len(answer) < MAX_OWN_TOKENS:
         fed = [cast(int, mx.argmax(model(mx.array([fed]), cache=caches)[0, -1]).item())]
         if fed[0] in loaded.eos_token_ids:

@@ -174,7 +174,8 @@ def replier(folder: Path, max_tokens: int = 500) -> Callable[..., str]:
     """A function that answers messages, and tools if there are some, as `answerer` does."""
     import mlx.core as mx
 
-    from models.mlx_lm_import import load_model, load_tokenizer, make_prompt_cache
+    from cache.layers.kinds import make_caches
+    from models.mlx_lm_import import load_model, load_tokenizer
 
     model, _ = load_model(folder)
     tokenizer = load_tokenizer(folder)
@@ -183,7 +184,7 @@ def replier(folder: Path, max_tokens: int = 500) -> Callable[..., str]:
         prompt = tokenizer.apply_chat_template(
             messages, tools=list(schemas) or None, add_generation_prompt=True, enable_thinking=False
         )
-        cache = make_prompt_cache(model)
+        cache = make_caches(model)
         tokens: list[int] = []
         logits = model(mx.array(prompt)[None], cache=cache)
         while len(tokens) < max_tokens:

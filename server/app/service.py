@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from cache.budget import UNBOUNDED_BYTES
+from cache.layers.kinds import make_caches
 from cache.layers.layout import Layout
 from models import weights
 from models.adapter import parse_adapter
@@ -35,7 +36,7 @@ from models.loader import (
     with_draft,
     with_vision,
 )
-from models.mlx_lm_import import get_total_parameters, make_prompt_cache, set_wired_limit
+from models.mlx_lm_import import get_total_parameters, set_wired_limit
 from models.names import find_stored, model_id, resolve, suggest_smaller
 from models.output.pieces import ReasoningFormat
 from models.precision import Precision, parameters_of, seconds_per_token
@@ -295,7 +296,7 @@ def _useful_bytes(loaded: LoadedModel, config: ServerConfig) -> int:
     if config.cache_memory_bytes is not None:
         return UNBOUNDED_BYTES
     model: Any = drafter_of(loaded) or loaded.model
-    caches = make_prompt_cache(model)
+    caches = make_caches(model)
     layout = Layout(caches, config.chunk_tokens)
     # Nothing is computed: the shapes of the state of a few tokens say enough.
     model(mx.zeros((1, CALIBRATION_TOKENS), mx.int32), cache=caches)

@@ -10,8 +10,8 @@ import pytest
 
 from cache import reclaim
 from cache.disk import connector
-from cache.layers import layout
-from cache.layers.layout import leaves_of
+from cache.layers import kinds, layout
+from cache.layers.kinds import leaves_of
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup, Slot
@@ -238,7 +238,7 @@ def test_an_error_in_a_cut_loses_that_sequence_alone(cut: str, monkeypatch: pyte
         leases = [run(cache, told_apart(number)) for number in range(4)]
         cache.pager.shared = shared = Shares(64)
         if cut == "a row's tail":
-            monkeypatch.setattr(layout, "_rest", fault.before(HEADED_REST))
+            monkeypatch.setattr(kinds, "_rest", fault.before(HEADED_REST))
         else:
             monkeypatch.setattr(shared, "separate", fault.before(shared.separate))
         cache.reclaimer.gather(is_short=False)
@@ -298,7 +298,7 @@ def test_a_newcomer_survives_that_freeing_memory_loses_what_a_read_was_to_extend
     cache.end(10)
 
 
-HEADED_REST = layout._rest
+HEADED_REST = kinds._rest
 
 
 class Fault:

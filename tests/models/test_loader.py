@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from cache.layers.kinds import make_caches
 from models.errors import ModelBroken, ModelError, ModelNotFound
 from models.loader import DEFAULT_CONTEXT_TOKENS, load
-from models.mlx_lm_import import make_prompt_cache
 from models.output.call_formats import HARMONY
 from models.output.detokenizer import StreamDecoder
 from models.weights import fingerprint
@@ -55,8 +55,8 @@ def test_every_architecture_comes_back_as_it_was_written(name: str, tmp_path: Pa
     tokens = mx.array([[1, 2, 3, 4]])
     original: Any = tiny_models.build(name)
     reloaded: Any = loaded.model
-    expected = original(tokens, cache=make_prompt_cache(original))
-    assert mx.allclose(reloaded(tokens, cache=make_prompt_cache(reloaded)), expected, atol=1e-5)
+    expected = original(tokens, cache=make_caches(original))
+    assert mx.allclose(reloaded(tokens, cache=make_caches(reloaded)), expected, atol=1e-5)
     assert loaded.vocab_size == tiny_models.VOCAB
     assert loaded.context_tokens in (tiny_models.CONTEXT, DEFAULT_CONTEXT_TOKENS)
 

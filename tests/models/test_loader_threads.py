@@ -6,14 +6,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from cache.layers.kinds import make_caches
 from models.loader import load
-from models.mlx_lm_import import make_prompt_cache
 from tests.support import tiny_models
 
 
 def logits_on_another_thread(model: object) -> list[float]:
     def run() -> list[float]:
-        logits = model(mx.array([[1, 2, 3]]), cache=make_prompt_cache(model))  # type: ignore[operator]
+        logits = model(mx.array([[1, 2, 3]]), cache=make_caches(model))  # type: ignore[operator]
         found: list[float] = logits[0, -1].tolist()
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.layers.layout import leaves_of
+from cache.layers.kinds import leaves_of
 from cache.types import LayerCache
 from models.inference.row import DecodeRow
 from models.inference.runner import Runner

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from cache.layers.layout import HeadedKVCache
+from cache.layers.kinds import HeadedKVCache
 from cache.layers.state import RecurrentState, Segment, arrays_in
 from cache.prefix_cache import PrefixCache
 from cache.trie import Node, Snapshot

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.layers.layout import leaves_of, tail_of
+from cache.layers.kinds import leaves_of, tail_of
 from cache.types import LayerCache, TokenArray
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords

@@ -10,7 +10,7 @@ from mlx.nn.losses import cross_entropy
 from mlx.nn.utils import value_and_grad
 from mlx.utils import tree_flatten, tree_map_with_path
 
-from models.mlx_lm_import import make_prompt_cache
+from cache.layers.kinds import make_caches
 from models.mtp import MtpModule, language_model
 from scripts.architectures.configs import config
 from tests.support import tiny_models
@@ -133,7 +133,7 @@ def best(logits: mx.array) -> list[int]:
 
 
 def plain(model: Any, tokens: list[int], num_tokens: int) -> list[int]:
-    caches, output, fed = make_prompt_cache(model), list[int](), tokens
+    caches, output, fed = make_caches(model), list[int](), tokens
     while len(output) < num_tokens:
         fed = best(model(mx.array([fed]), cache=caches)[0, -1:])
         output += fed

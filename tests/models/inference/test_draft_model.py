@@ -6,13 +6,12 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 
-from cache.layers.layout import split_at_head
+from cache.layers.kinds import make_caches, split_at_head
 from cache.types import LayerCache
 from models.errors import RowLost
 from models.inference.drafters import ModelDrafter
 from models.inference.runner import Runner
 from models.loader import DraftModel
-from models.mlx_lm_import import make_prompt_cache
 from tests.support import tiny_models
 from tests.support.drafting import Decoding
 from tests.support.greedy import assert_greedy
@@ -139,7 +138,7 @@ class Narrowed:
         self.model, self.width, self.last = model, width, width_of(model) - 1
 
     def make_cache(self) -> list[LayerCache]:
-        return list(make_prompt_cache(self.model))
+        return list(make_caches(self.model))
 
     def __call__(self, tokens: mx.array, cache: list[LayerCache]) -> mx.array:
         return cast(mx.array, self.model(mx.minimum(tokens, self.last), cache=cache)[..., : self.width])

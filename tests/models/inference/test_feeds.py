@@ -13,17 +13,16 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ConcatenateKVCache
+from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache
 
-from cache.layers.layout import leaves_of, split_at_head
+from cache.layers.kinds import CacheKind, kind_of, leaves_of, make_caches, split_at_head
 from cache.layers.state import arrays_in
 from models.adapter import NO_ADAPTER
-from models.inference import feeds
 from models.inference.feeds import MAX_FEED_TOKENS, measure_step_seconds
 from models.inference.probe import Probe
 from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
-from models.mlx_lm_import import ArraysCache, RotatingKVCache, make_prompt_cache
+from models.mlx_lm_import import ArraysCache, RotatingKVCache
 from models.output.pieces import TokenLogprob
 from server.measure import launch
 from tests.models.adapters.test_decoding import model_with
@@ -326,38 +325,38 @@ def test_each_sample_has_a_mask_of_its_own() -> None:
 # ------------------------------------------------------------------------------------------------- the probe
 
 
-def _forget_nothing(cache: Any, num_tokens: int) -> None: ...
+def _forget_nothing(kind: CacheKind, cache: Any, num_tokens: int) -> None: ...
 
 
-def _forget_in_number_only(cache: Any, num_tokens: int) -> None:
+def _forget_in_number_only(kind: CacheKind, cache: Any, num_tokens: int) -> None:
     cache.trim(num_tokens)
 
 
-def _replaces_nothing(cache: Any) -> dict[str, Any]:
-    return {"cache": cache.cache} if isinstance(cache, ArraysCache) else REPLACED(cache)
+def _nothing_before(kind: CacheKind, cache: Any) -> dict[str, Any]:
+    return {"cache": cache.cache}
 
 
-def _forget_one_too_many(cache: Any, num_tokens: int) -> None:
-    FORGET(cache, num_tokens + 1)
+def _forget_one_too_many(kind: CacheKind, cache: Any, num_tokens: int) -> None:
+    FORGET(kind, cache, num_tokens + 1)
 
 
-FORGET, REPLACED = feeds.forget_last, feeds._replaced
+FORGET = CacheKind.forget
 PLANTED = [
-    ("llama", "forget_last", _forget_nothing),
-    ("llama", "forget_last", _forget_one_too_many),
-    ("llama_swa", "forget_last", _forget_in_number_only),
-    ("llama4", "forget_last", _forget_nothing),
-    ("deepseek_v32", "forget_last", _forget_nothing),
-    ("qwen3_5", "_replaced", _replaces_nothing),
-    ("mamba2", "_replaced", _replaces_nothing),
+    ("llama", KVCache(), "forget", _forget_nothing),
+    ("llama", KVCache(), "forget", _forget_one_too_many),
+    ("llama_swa", RotatingKVCache(WINDOW), "forget", _forget_in_number_only),
+    ("llama4", ChunkedKVCache(WINDOW), "forget", _forget_nothing),
+    ("deepseek_v32", KVCache(), "forget", _forget_nothing),
+    ("qwen3_5", ArraysCache(1), "before_call", _nothing_before),
+    ("mamba2", ArraysCache(1), "before_call", _nothing_before),
 ]
 
 
-@pytest.mark.parametrize(("name", "part", "fault"), PLANTED)
+@pytest.mark.parametrize(("name", "cache", "part", "fault"), PLANTED)
 def test_a_fault_in_taking_tokens_back_is_found_by_the_probe_and_told(
-    name: str, part: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, cache: Any, part: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, part, fault)
+    monkeypatch.setattr(type(kind_of(cache)), part, fault)
     assert "one by one" in str(Probe(tiny_models.build(name), VOCAB, max_seconds=float("inf")).find_feed_fault())
     if name != "llama":
         return
@@ -366,13 +365,13 @@ def test_a_fault_in_taking_tokens_back_is_found_by_the_probe_and_told(
     assert "none, because several at once differ" in runner.drafts_form
 
 
-@pytest.mark.parametrize(("name", "part", "fault"), PLANTED)
+@pytest.mark.parametrize(("name", "cache", "part", "fault"), PLANTED)
 def test_a_fault_in_taking_tokens_back_changes_tokens(
-    name: str, part: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, cache: Any, part: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = plain(name, WINDOW - 5, GREEDY)
     row = Drafting(runner_of(name), prompt(WINDOW - 5), GREEDY)
-    monkeypatch.setattr(feeds, part, fault)
+    monkeypatch.setattr(type(kind_of(cache)), part, fault)
     try:
         decode([row], Oracle([expected.output], 0.6), NUM_TOKENS)
     except ValueError:  # rows are missing
@@ -398,7 +397,7 @@ def test_a_slow_machine_feeds_one_token_and_says_why(seconds_per_token: float) -
 
 def test_the_cost_of_longer_steps_counts_as_proportional_when_time_is_short() -> None:
     model: Any = tiny_models.build("llama")
-    caches = make_prompt_cache(model)
+    caches = make_caches(model)
     model(mx.array([[1]]), cache=caches)
     seconds = measure_step_seconds(model, caches, VOCAB, max_seconds=0)
     assert {width: value / seconds[1] for width, value in seconds.items()} == {n: n for n in (1, 2, 4, 8, 16, 32)}

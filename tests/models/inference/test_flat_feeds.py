@@ -12,9 +12,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cache.layers.layout import HeadedKVCache, head_length, leaves_of, split_at_head
+from cache.layers.kinds import CacheKind, HeadedKVCache, head_length, kind_of, leaves_of, make_caches, split_at_head
 from models.inference import batch as batches
-from models.inference import feeds, grouping, ragged
+from models.inference import grouping, ragged
 from models.inference.batch import DecodeBatch
 from models.inference.grouping import Costs
 from models.inference.groups import Clock, GroupLayer
@@ -23,7 +23,7 @@ from models.inference.ragged import NotRagged, Padding, inputs_of, ragged_attent
 from models.inference.row import DecodeRow
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
-from models.mlx_lm_import import ArraysCache, make_prompt_cache
+from models.mlx_lm_import import ArraysCache, RotatingKVCache
 from tests.models.inference import test_runner as driver
 from tests.models.inference.test_feeds import (
     NUM_TOKENS,
@@ -63,7 +63,7 @@ class FedRow(DecodeRow):
         self._truth = list(tokens)
 
     def _filled(self, bits: int | None = None) -> list[Any]:
-        caches = list(make_prompt_cache(self.model))
+        caches = list(make_caches(self.model))
         for start in range(0, len(self.tokens) - 1, 13):
             mx.eval(self.model(mx.array([self.tokens[start:-1][:13]]), cache=caches))
         return [cache.to_quantized(group_size=32, bits=bits) for cache in caches] if bits else caches
@@ -117,7 +117,7 @@ class Feeding:
         self.rng = np.random.default_rng(len(name))
         self.batch = DecodeBatch(choose, MAX_FEED)
         self.rows: list[FedRow] = []
-        self.head = list(make_prompt_cache(self.model))
+        self.head = list(make_caches(self.model))
         self.num_joined = 0
 
     def join(self, length: int, *, on_head: bool = False, bits: int | None = None) -> FedRow:
@@ -360,9 +360,9 @@ def _one_more_stays(clock: Clock, counts: Sequence[int]) -> None:
     CLOCK(clock, [max(0, count - 1) for count in counts])
 
 
-def _one_more_stays_alone(cache: Any, num_tokens: int) -> None:
+def _one_more_stays_alone(kind: CacheKind, cache: Any, num_tokens: int) -> None:
     if num_tokens > 1:
-        ALONE(cache, num_tokens - 1)
+        ALONE(kind, cache, num_tokens - 1)
 
 
 def _all_at_the_first(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> mx.array:
@@ -378,7 +378,8 @@ def _by_query_head(mask: mx.array, repeats: tuple[int, int]) -> mx.array:
     return mx.repeat(mask, repeats[0], -2)
 
 
-MASK, INIT, CLOCK, ALONE = GroupLayer._mask, GroupLayer.__init__, Clock.rewind, feeds.forget_last
+ROTATING = type(kind_of(RotatingKVCache(WINDOW)))
+MASK, INIT, CLOCK, ALONE = GroupLayer._mask, GroupLayer.__init__, Clock.rewind, ROTATING.forget
 OFFSETS, MASK_OF = ragged._offset_array, ragged._mask_of
 
 
@@ -410,7 +411,7 @@ PLANTED = [
     ("llama_swa", GroupLayer, "_mask", _one_token_ahead),
     ("llama_swa", GroupLayer, "__init__", _without_slack),
     ("llama_swa", Clock, "rewind", _one_more_stays),
-    ("llama_swa", batches, "forget_last", _one_more_stays_alone),
+    ("llama_swa", ROTATING, "forget", _one_more_stays_alone),
     ("llama_swa", ragged, "_offset_array", _all_at_the_first),
     ("llama_swa", ragged, "_mask_of", _without_mask_on_heads),
     ("llama_swa", mx, "tile", _by_query_head),
@@ -552,7 +553,7 @@ def test_a_failing_step_with_drafts_harms_no_row_outside_of_it() -> None:
 def test_a_row_that_left_before_its_step_was_settled_is_in_no_later_one() -> None:
     """An error between a step's end and its settling takes the row out."""
     model: Any = tiny_models.build("llama")
-    rows = [DecodeRow(list(make_prompt_cache(model))) for _ in range(2)]
+    rows = [DecodeRow(list(make_caches(model))) for _ in range(2)]
     batch = DecodeBatch(None, MAX_FEED)
     batch.hold(rows[0], 3)
     batch.remove(rows[0].caches, keeps_state=False)
@@ -565,7 +566,7 @@ def test_a_row_that_left_before_its_step_was_settled_is_in_no_later_one() -> Non
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 def test_a_batch_holds_neither_a_row_that_left_nor_recurrent_state_twice(name: str) -> None:
     model: Any = tiny_models.build(name)
-    rows = [DecodeRow(list(make_prompt_cache(model))) for _ in range(3)]
+    rows = [DecodeRow(list(make_caches(model))) for _ in range(3)]
     for row in rows:
         mx.eval(model(mx.array([[1, 2, 3]]), cache=row.caches))
     batch = DecodeBatch(None)

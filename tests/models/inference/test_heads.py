@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cache.layers.layout import HeadedKVCache, head_length, leaves_of, split_at_head
+from cache.layers.kinds import HeadedKVCache, head_length, leaves_of, split_at_head
 from models.inference import ragged
 from models.inference.batch import DecodeBatch
 from models.inference.grouping import Costs

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import ernie4_5_moe, mimo_v2_flash, step3p5
 from safetensors.numpy import save_file
 
-from cache.layers.layout import split_at_head
+from cache.layers.kinds import split_at_head
 from cache.types import LayerCache
 from models import mtp
 from models.errors import ModelBroken, RowLost

@@ -19,13 +19,14 @@ import pytest
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 
+from cache.layers.kinds import make_caches
 from models.inference import probe
 from models.inference.probe import Form, Probe
 from models.inference.ragged import Parts, RaggedLayer
 from models.inference.row import DecodeRow
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
-from models.mlx_lm_import import CacheList, RotatingKVCache, make_prompt_cache
+from models.mlx_lm_import import CacheList, RotatingKVCache
 from tests.support import tiny_models
 from tests.support.tiny_models import VOCAB, WINDOW, Precision
 
@@ -220,7 +221,7 @@ class FaultyModel:
         vars(self).update(sizes)
 
     def make_cache(self) -> list[Any]:
-        return list(make_prompt_cache(self._model))
+        return list(make_caches(self._model))
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         logits: mx.array = self._model(tokens, cache=[self._faulty(one) for one in cache])
@@ -254,7 +255,7 @@ def test_rows_of_logits_in_the_wrong_order_are_found(precision: Precision) -> No
         logits: mx.array = model(tokens, cache=cache)
         return logits[::-1] if len(tokens) > 1 and mx.any(cache[0].offset > 64).item() else logits
 
-    swapped.make_cache = lambda: make_prompt_cache(model)  # type: ignore[attr-defined]
+    swapped.make_cache = lambda: make_caches(model)  # type: ignore[attr-defined]
     assert not is_ragged(swapped)
 
 
@@ -325,7 +326,7 @@ class SlowModel:
         self.now = 0.0
 
     def make_cache(self) -> list[Any]:
-        return list(make_prompt_cache(self._model))
+        return list(make_caches(self._model))
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         self.now += tokens.size * self._seconds_per_token
@@ -389,7 +390,7 @@ def test_rows_too_large_to_make_up_are_not_proven(
 
 def test_only_rows_that_are_made_up_count(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", "float32")
-    caches = make_prompt_cache(model)
+    caches = make_caches(model)
     model(mx.array([[0]]), cache=caches)
     monkeypatch.setattr(probe, "MAX_STATE_BYTES", (7 + 254 + 325) * DecodeRow(caches).bytes_per_token)
     assert is_ragged(model)
@@ -404,7 +405,7 @@ def test_a_class_without_ragged_form_costs_no_evaluation() -> None:
         logits: mx.array = model(tokens, cache=cache)
         return logits
 
-    counting.make_cache = lambda: make_prompt_cache(model)  # type: ignore[attr-defined]
+    counting.make_cache = lambda: make_caches(model)  # type: ignore[attr-defined]
     assert not is_ragged(counting)
     assert not calls
 

@@ -16,12 +16,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from cache.layers.kinds import make_caches
 from models.inference.probe import Form
 from models.inference.ragged import Parts, ragged_attention
 from models.inference.row import DecodeRow
 from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
-from models.mlx_lm_import import CacheList, make_prompt_cache
+from models.mlx_lm_import import CacheList
 from server.measure import launch
 from tests.support import tiny_models
 from tests.support.greedy import assert_greedy
@@ -47,7 +48,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def alone(name: str, length: int, num_tokens: int, seed: int = 0) -> list[int]:
     """The greedy output of the bare model for `prompt(length, seed)`."""
     model: Any = tiny_models.build(name)
-    caches, tokens, output = make_prompt_cache(model), prompt(length, seed), []
+    caches, tokens, output = make_caches(model), prompt(length, seed), []
     for _ in range(num_tokens):
         logits = model(mx.array([tokens]), cache=caches)
         tokens = [cast(int, mx.argmax(logits[0, -1]).item())]
@@ -180,7 +181,7 @@ def test_detached_recurrent_state_is_right_and_owns_its_bytes(name: str) -> None
     row, _ = decoding.join(20), decoding.join(50)
     decoding.step(5)
     decoding.leave(row)
-    reference = make_prompt_cache(tiny_models.build(name))
+    reference = make_caches(tiny_models.build(name))
     model: Any = tiny_models.build(name)
     model(mx.array([prompt(20) + row.output[:-1]]), cache=reference)
     detached = list(recurrent_states(row.row.caches))
@@ -245,7 +246,7 @@ class FlakyModel:
         self.fails = False
 
     def make_cache(self) -> list[Any]:
-        return cast(list[Any], make_prompt_cache(self._model))
+        return make_caches(self._model)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         logits: mx.array = self._model(tokens, cache=cache)

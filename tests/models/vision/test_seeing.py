@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from transformers import Qwen2VLImageProcessor
 
+from cache.layers.kinds import make_caches
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import LoadedModel, convert_weights, load, with_vision
-from models.mlx_lm_import import make_prompt_cache
 from models.vision.features import Encoder
 from models.vision.image_files import read_pixels
 from models.vision.pictures import Pictures
@@ -140,8 +140,7 @@ def test_text_alone_has_the_same_logits_to_the_bit(family: str, folder: Path, tm
     plain = load(path, family).model
     for tokens in (HEAD, [7], END):
         made = [
-            model(mx.array([tokens]), cache=make_prompt_cache(model))
-            for model in (plain, seeing(family, folder).model)
+            model(mx.array([tokens]), cache=make_caches(model)) for model in (plain, seeing(family, folder).model)
         ]
         assert mx.array_equal(made[0], made[1])
 
