@@ -229,7 +229,39 @@ class QwenCode(Agent):
         return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": model}
 
 
-AGENTS: Sequence[Agent] = (OpenCode(), ClaudeCode(), ClaudeMedia(), Codex(), CodexPatch(), QwenCode())
+class Copilot(Agent):
+    """GitHub Copilot's command line, by Chat Completions; it is continued."""
+
+    name, package, program = "copilot", "@github/copilot", "copilot"
+
+    def replies(self, file: Path) -> Sequence[Reply]:
+        """Edits by a shell command, ends."""
+        command = {"command": f"sed -i s/hello/goodbye/ {file}", "description": "Changes the greeting"}
+        return [Reply("I change it.", "bash", command), Reply("Done.")]
+
+    def arguments(self, url: str, model: str) -> Sequence[str]:
+        """One task, without questions."""
+        return ["--allow-all-tools", "--allow-all-paths", "--no-color", "-p", TASK]
+
+    def goes_on(self, url: str, model: str) -> Sequence[str]:
+        """Continues the session."""
+        return ["--continue", *self.arguments(url, model)]
+
+    def environment(self, url: str, model: str) -> Mapping[str, str]:
+        """The server in place of GitHub's."""
+        own = {"TYPE": "openai", "BASE_URL": f"{url}/v1", "API_KEY": "none"}
+        return {"COPILOT_MODEL": model, **{f"COPILOT_PROVIDER_{name}": value for name, value in own.items()}}
+
+
+AGENTS: Sequence[Agent] = (
+    OpenCode(),
+    ClaudeCode(),
+    ClaudeMedia(),
+    Codex(),
+    CodexPatch(),
+    QwenCode(),
+    Copilot(),
+)
 
 
 class Installed(Protocol):
