@@ -183,10 +183,8 @@ class ArgumentReader:
                 depth, scan = depth + 1, mark + size
                 continue
             end = yield from self._end_at((start, mark), (ends.value,) if depth else (ends.value, ends.doubled))
-            if end is not None and end.groupdict().get("skipped") is not None:
-                depth = self._depth_before(end["key"], depth, others, is_text=is_text)
-            elif end is not None and end.re is ends.doubled:
-                depth = self._depth_behind_doubled(is_text=is_text)
+            if end is not None and (end.re is ends.doubled or end.groupdict().get("skipped") is not None):
+                depth = self._depth_before(end, depth, others, is_text=is_text)
             elif end is not None:
                 depth = yield from self._depth_behind(ends, end, depth, others)
             if depth < 0:
@@ -237,20 +235,13 @@ class ArgumentReader:
         self.give(escaped(self.text[self.pos : stop]))
         self.drop(stop)
 
-    def _depth_before(self, key: str, depth: int, others: Collection[str], *, is_text: bool) -> int:
-        """As `_depth_behind`, where an argument begins without the end of the one before."""
-        if depth or key.strip() not in others:
+    def _depth_before(self, end: Found, depth: int, others: Collection[str], *, is_text: bool) -> int:
+        """As `_depth_behind`, where the end tag is left out before an argument, or stands twice."""
+        if end.groupdict().get("skipped") is not None and (depth or end["key"].strip() not in others):
             return depth
         if is_text:
             raise Refused
-        self.mend("end tag left out")
-        return -1
-
-    def _depth_behind_doubled(self, *, is_text: bool) -> int:
-        """As `_depth_behind`; a text may itself end with such a tag."""
-        if is_text:
-            raise Refused
-        self.mend("end tag doubled")
+        self.mend("end tag left out, or there twice")
         return -1
 
     def _depth_behind(self, ends: Ends, end: Found, depth: int, others: Collection[str]) -> Steps[int]:

@@ -63,7 +63,6 @@ class Ends:
         skipped: str = "",
         start: str = "",
         beside: str = "",
-        may_double: bool = False,
     ) -> None:
         """`more` goes on with arguments; `closers` stand before the call's end, and `beside` begins a call after it.
 
@@ -80,7 +79,7 @@ class Ends:
         before = (form.ends, form.close, start) if missing else (f"[{letters}]",) if letters else ()
         self.value = re.compile(rf"{tag}(?:(?={more})|(?P<last>(?={call_end}|{over}))){repaired}")
         bare = tag.removeprefix(_LINE)
-        self.doubled = re.compile(rf"{tag}{_LINE}{bare}(?={more}|{call_end}|{over})" if may_double else _NEVER)
+        self.doubled = re.compile(rf"{tag}{_LINE}{bare}(?={more}|{call_end}|{over})" if missing else _NEVER)
         """The end tag twice. Models write that; a text that ends with such a tag looks the same."""
         nested = _NEVER if tag.startswith(r"\]") else form.nested  # a call within CDATA has other end tags
         self.mark = re.compile(rf"(?P<nested>{nested})|[{OVER}]|{either(bare, *before)}")
@@ -174,8 +173,7 @@ class Patterns:
         is_certain = self.body.key.strip().count("<") > 1
         skipped = self._key if is_certain else rf"\n{self._key}" if "\n" in self.body.end else ""
         start = re.escape(self.body.key.partition("{}")[0]) if skipped else ""
-        repairs = {"missing": missing, "skipped": skipped, "start": start}
-        return Ends(self, self._value_tag, self._key, **repairs, may_double=True)
+        return Ends(self, self._value_tag, self._key, missing=missing, skipped=skipped, start=start)
 
     @cached_property
     def quoted_ends(self) -> Ends:

@@ -32,11 +32,8 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
 
 def is_closed(schema: Any) -> bool:
     """Whether a schema says that an object has only the members that it declares."""
-    return (
-        isinstance(schema, Mapping)
-        and schema.get("additionalProperties") is False
-        and "patternProperties" not in schema
-    )
+    is_open = not isinstance(schema, Mapping) or "patternProperties" in schema
+    return not is_open and schema.get("additionalProperties") is False
 
 
 def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
