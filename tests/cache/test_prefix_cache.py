@@ -12,17 +12,15 @@ from cache import pager
 from cache.budget import BudgetExceeded, EvictionReason
 from cache.layers import layout as layout_module
 from cache.layers import state
-from cache.layers.state import Segment
-from cache.lease import Lease, Tier
+from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from cache.trie import Snapshot
-from cache.types import LayerCache, TokenArray
+from cache.types import TokenArray
 from tests.support import cache_driver, fake_model
 
 # isort: split
-from mlx_lm.models.cache import KVCache
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")
 
@@ -80,24 +78,6 @@ def test_a_restore_point_without_memory_costs_no_other() -> None:
     prefix_cache.check()
 
 
-def test_a_layer_that_the_model_never_uses_is_left_alone() -> None:
-    """Some models hand out a cache for layers that share another layer's keys and values."""
-
-    def make_caches() -> list[LayerCache]:
-        return [KVCache(), KVCache(), *fake_model.make_caches("W")]
-
-    def evaluate_all(caches: Sequence[LayerCache], tokens: TokenArray) -> None:
-        fake_model.evaluate([caches[0], *caches[2:]], tokens)
-
-    prefix_cache = PrefixCache(make_caches, num_slots=1, budget_bytes=1 << 30)
-    sample = make_caches()
-    evaluate_all(sample, np.array([1, 2], np.int32))
-    prefix_cache.layout.calibrate(sample)
-    for prompt in ([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 3, 4, 7]):
-        cache_driver.run(prefix_cache, prompt, [8], evaluate=evaluate_all)
-    assert cache_driver.run(prefix_cache, [1, 2, 5, 6, 9], evaluate=evaluate_all).left <= 3
-
-
 def test_namespaces_that_hold_nothing_are_forgotten() -> None:
     prefix_cache = make(num_slots=1)
     for number in range(20):
@@ -108,24 +88,6 @@ def test_namespaces_that_hold_nothing_are_forgotten() -> None:
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="new").left == 3
     assert len(prefix_cache.memory.tries) <= 2
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="salt 3").left == 3
-
-
-def test_a_lease_says_where_its_tokens_came_from() -> None:
-    prefix_cache = make(num_slots=1)
-
-    def tier_of(tokens: list[int], namespace: str = "") -> Tier | None:
-        lease = begin(prefix_cache, tokens, namespace=namespace)
-        cache_driver.prefill(lease, np.array(tokens, np.int32), fake_model.evaluate)
-        lease.close()
-        return lease.tier
-
-    first, other = list(range(1, 41)), list(range(101, 141))
-    assert tier_of(first) is None
-    assert tier_of([*first, 41, 42]) is Tier.LIVE
-    assert tier_of([*first[:30], 50]) is Tier.LIVE, "the slot went back"
-    assert tier_of(other) is None
-    assert tier_of([*first[:39], 60]) is Tier.MEMORY, "as many tokens as the slot held, but others"
-    assert tier_of([*first[:39], 60], "salted") is None
 
 
 @pytest.mark.parametrize(("asked_for", "kept"), [(97, 97), (100, 99), (30, 99)])
@@ -184,17 +146,6 @@ def test_what_a_slot_gives_up_frees_memory_too(num_shared: int) -> None:
     lease.close()
 
 
-def test_state_on_the_way_in_counts_once() -> None:
-    """Of two stored conversations the one that comes back needs no memory besides its own."""
-    prefix_cache = calibrated(1100, num_slots=1)
-    conversations = [list(range(first, first + 512)) for first in (1, 1000)]
-    for tokens in conversations:
-        cache_driver.run(prefix_cache, tokens)
-    for tokens in conversations:
-        assert cache_driver.run(prefix_cache, tokens).left == 1
-    assert prefix_cache.memory.num_evictions == 0
-
-
 def test_a_request_that_can_never_fit_is_refused() -> None:
     prefix_cache = calibrated(100, num_slots=1)
     with pytest.raises(BudgetExceeded) as caught:
@@ -233,26 +184,6 @@ def test_a_request_waits_for_another_ones_memory() -> None:
     prefix_cache.check()
     lease.close()
     begin(prefix_cache, range(1000, 1400)).close()
-
-
-def test_passing_along_a_stored_edge_splits_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each split copies what is below; a split per chunk would make a long prompt quadratic."""
-    prefix_cache = make("R", num_slots=1)
-    prompt = list(range(1, 1000))
-    cache_driver.run(prefix_cache, prompt)
-    cache_driver.run(prefix_cache, [5000, 5001])
-    num_splits, split = 0, Segment.split
-
-    def counted(self: Segment, offset: int) -> tuple[Segment, Segment]:
-        nonlocal num_splits
-        num_splits += 1
-        return split(self, offset)
-
-    monkeypatch.setattr(Segment, "split", counted)
-    outcome = cache_driver.run(prefix_cache, [*prompt[:900], 4000, 4001], explicit=(300,))
-    assert (outcome.match, outcome.hit) == (900, 0)
-    assert num_splits == 2, "at the restore point and where the sequences part"
-    fake_model.assert_stored_right(prefix_cache)
 
 
 ALLOCATIONS = [
@@ -333,23 +264,6 @@ def try_to_run(prefix_cache: PrefixCache, prompt: list[int]) -> bool:
     return True
 
 
-def test_older_turns_of_a_conversation_go_before_other_conversations() -> None:
-    """A long conversation used to push out short ones with the snapshots of turns that nobody goes back to."""
-    prefix_cache = make("R", num_slots=1)
-    other = list(range(100, 140))
-    cache_driver.run(prefix_cache, other, [7])
-    talk = list(range(40))
-    for turn in range(6):
-        cache_driver.run(prefix_cache, talk, [50 + turn])
-        talk = [*talk, 50 + turn, *range(200 + 10 * turn, 208 + 10 * turn)]
-    cache_driver.run(prefix_cache, [1, 2, 3], [4])
-    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    prefix_cache.reclaimer.free(200, protected=())
-    assert prefix_cache.memory.num_evictions, "nothing had to go"
-    assert cache_driver.run(prefix_cache, [*other, 7, 9]).hit == 41, "the other conversation was dropped first"
-    assert cache_driver.run(prefix_cache, [*talk, 9]).left <= 10, "the newest turn was dropped"
-
-
 def test_another_namespaces_slot_is_never_gone_on_in() -> None:
     """The same tokens are known in both, but here they can be restored nowhere, and there they are live."""
     prefix_cache = make("R", num_slots=1)
@@ -391,26 +305,6 @@ def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_the
     assert cache_driver.run(prefix_cache, changed, inspect=holds(changed)).hit == 20
 
 
-@pytest.mark.parametrize("layout", ["R", "TR"])
-def test_a_path_does_not_keep_an_edge_for_every_turn_that_is_no_restore_point_any_more(layout: str) -> None:
-    prefix_cache = make(layout, num_slots=1)
-    trie, prompt = prefix_cache.pager.trie(""), list[int]()
-    for turn in range(6):
-        prompt += [100 * turn + 1, 100 * turn + 2, 100 * turn + 3]
-        cache_driver.run(prefix_cache, prompt)
-    for node in trie.match(np.array(prompt, np.int32)).node.path()[1:-1]:
-        trie.snap(node, None)
-    cache_driver.run(prefix_cache, [9000, 9001])
-    assert len(trie.match(np.array(prompt, np.int32)).node.path()) > 4, "paged out, each edge is stored on its own"
-    prompt += [901, 902]
-    assert cache_driver.run(prefix_cache, prompt, inspect=holds(prompt)).left <= 3
-    ends = [node.stop for node in trie.match(np.array(prompt, np.int32)).node.path()]
-    assert len(ends) <= 4
-    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    prefix_cache.check()
-    fake_model.assert_bytes_known(prefix_cache)
-
-
 def test_what_a_running_request_holds_can_be_restored_only_where_it_left_a_snapshot() -> None:
     prefix_cache = make("R")
     lease = begin(prefix_cache, [1, 2, 3, 4, 5, 6], restore_points=[RestorePoint(2, RestorePointKind.SYSTEM_END)])
@@ -421,28 +315,6 @@ def test_what_a_running_request_holds_can_be_restored_only_where_it_left_a_snaps
     assert prefix_cache.peek(Lookup(np.array([1, 2, 3, 4, 9], np.int32))) == 4
 
 
-def test_a_slot_that_holds_nothing_is_not_paged_out() -> None:
-    prefix_cache = make(num_slots=2)
-    cache_driver.run(prefix_cache, [1, 2, 3], namespace="a")
-    unused = prefix_cache.slots[1].caches
-    for _ in range(2):
-        prefix_cache.pager.page_out_idle(0, None)
-        assert prefix_cache.slots[1].caches is unused and not prefix_cache.slots[0].caches
-        assert list(prefix_cache.memory.tries) == ["", "a"], "only the other's namespace was used"
-
-
-def test_a_slot_paged_out_down_to_the_inside_of_an_edge_stores_the_edges_rest() -> None:
-    prefix_cache, tokens = make(num_slots=1), [*range(1, 7)]
-    cache_driver.run(prefix_cache, tokens)
-    (slot,), trie = prefix_cache.slots, prefix_cache.pager.trie("")
-    prefix_cache.pager.page_out(slot, 3)
-    tip = trie.match(np.array(tokens, np.int32)).node
-    assert [(node.stop, node.home) for node in tip.path()] == [(3, slot), (6, None)]
-    prefix_cache.pager.page_in(slot, trie, tip, np.array(tokens, np.int32), 10)
-    prefix_cache.check()
-    fake_model.assert_holds(slot.caches, tokens)
-
-
 def test_a_large_page_out_leaves_nothing_in_the_pool_of_freed_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix_cache, cleared = make(), list[int]()
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(prefix_cache.ledger.live_bytes))
@@ -451,13 +323,3 @@ def test_a_large_page_out_leaves_nothing_in_the_pool_of_freed_buffers(monkeypatc
         cache_driver.run(prefix_cache, list(range(1, 90)))
         prefix_cache.pager.page_out_idle(0, None)
         assert cleared == expected, "the pool is emptied once the live buffers are freed, and for large ones only"
-
-
-def test_a_sequence_without_a_reservation_grows_by_a_step() -> None:
-    prefix_cache = make()
-    lease = begin(prefix_cache, list(range(1, 602)), expected_tokens=10)
-    evaluate(lease, list(range(1, 601)))
-    for token in range(100):
-        fake_model.evaluate(lease.caches, np.array([token], np.int32))
-        lease.append(token)
-    assert prefix_cache.layout.capacity(lease.caches) == 611 + layout_module.GROWTH_TOKENS

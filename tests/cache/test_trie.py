@@ -90,72 +90,6 @@ def test_common_prefix_length(left: tuple[int, ...], right: tuple[int, ...], len
     assert common_prefix_length(ids(*right), ids(*left)) == length
 
 
-def test_an_empty_trie_matches_nothing() -> None:
-    trie = PrefixTrie()
-    assert trie.match(ids(1, 2)).length == 0
-    assert trie.match(ids()).node.path() == []
-
-
-def test_a_match_ends_inside_an_edge_and_changes_nothing() -> None:
-    trie = PrefixTrie()
-    node = insert(trie, 1, 2, 3, 4)
-    match = trie.match(ids(1, 2, 9))
-    assert (match.length, match.node.path()) == (2, [node])
-    assert trie.num_nodes == 1
-
-
-def test_a_branch_splits_the_edge_and_the_old_end_keeps_its_node() -> None:
-    trie = PrefixTrie()
-    first = insert(trie, 1, 2, 3, 4)
-    second = insert(trie, 1, 2, 5)
-    assert first.parent is not None
-    assert first.parent is second.parent
-    assert text_of(first) == [1, 2, 3, 4]
-    assert (first.start, first.stop) == (2, 4)
-    assert first.span == Text(2, (3, 4))
-    assert first.parent.span == Text(0, (1, 2))
-
-
-def test_a_prefix_of_what_is_there_splits_and_adds_nothing() -> None:
-    trie = PrefixTrie()
-    insert(trie, 1, 2, 3)
-    node = trie.extend(trie.root, ids(1, 2))
-    assert node.stop == 2
-    assert trie.num_nodes == 2
-    assert trie.match(ids(1, 2, 3)).length == 3
-
-
-def test_without_splitting_tokens_wait_at_the_edge_they_end_in() -> None:
-    trie = PrefixTrie()
-    first, node = insert(trie, 1, 2), insert(trie, 1, 2, 3, 4)
-    assert trie.extend(trie.root, ids(1, 2, 3), may_split=False) is first
-    assert trie.extend(first, ids(3), may_split=False) is first
-    assert trie.extend(first, ids(3, 4), may_split=False) is node
-    assert trie.num_nodes == 2
-    assert trie.extend(first, ids(3, 5), may_split=False).parent is not first, "where sequences part is a border"
-
-
-def test_a_place_yields_the_edges_of_a_range_the_last_one_first() -> None:
-    trie = PrefixTrie()
-    insert(trie, 1, 2, 3, 4, 5, 6)
-    insert(trie, 1, 2, 9)
-    insert(trie, 1, 2, 3, 4, 8)
-    place = trie.follow(Place(trie.root, 0), ids(1, 2, 3, 4, 5, 7))
-    assert place.length == 5
-    assert [(node.start, node.stop) for node in place.edges(0, 5)] == [(4, 6), (2, 4), (0, 2)]
-    assert [(node.start, node.stop) for node in place.edges(2, 4)] == [(2, 4)]
-    assert list(place.edges(5, 6)) == []
-
-
-def test_a_place_is_gone_with_its_tokens() -> None:
-    trie = PrefixTrie()
-    start, leaf = Place(trie.root, 0), insert(trie, 1, 2, 3)
-    place = trie.follow(start, ids(1, 2, 4))
-    trie.remove(leaf)
-    assert place.is_gone
-    assert not start.is_gone, "where everything starts is always there"
-
-
 def test_the_edges_of_a_trie_own_their_tokens() -> None:
     trie, tokens = PrefixTrie(), ids(1, 2, 3)
     trie.store(trie.extend(trie.root, tokens), Text(0, (1, 2, 3)))
@@ -182,24 +116,6 @@ def test_a_split_leaves_an_indivisible_snapshot_at_its_offset() -> None:
     assert (upper.snapshot, node.snapshot) == (None, Mark(10))
 
 
-def test_a_split_keeps_explicitness_and_slots_at_the_old_end() -> None:
-    trie = PrefixTrie()
-    node = insert(trie, 1, 2, 3)
-    node.is_explicit, node.num_slots, node.last_used = True, 1, 5
-    upper = trie.split(node, 2)
-    assert (upper.is_explicit, upper.num_slots, upper.last_used) == (False, 0, 5)
-    assert (node.is_explicit, node.num_slots) == (True, 1)
-
-
-def test_two_halves_live_in_the_same_slot() -> None:
-    trie = PrefixTrie()
-    node = trie.extend(trie.root, ids(1, 2, 3))
-    trie.make_live(node, "slot")
-    upper = trie.split(node, 1)
-    assert upper.home == node.home == "slot"
-    trie.check()
-
-
 def chain(trie: PrefixTrie) -> tuple[Node, Node]:
     """Returns a parent [1, 2] and its only child [3]."""
     parent = insert(trie, 1, 2)
@@ -211,16 +127,6 @@ def live_chain(trie: PrefixTrie) -> tuple[Node, Node]:
     for node in nodes:
         trie.make_live(node, "slot")
     return nodes
-
-
-def test_a_child_absorbs_its_parent() -> None:
-    trie = PrefixTrie()
-    parent, child = live_chain(trie)
-    assert trie.try_absorb_parent(child)
-    trie.check()
-    assert (child.start, child.stop, child.tokens.tolist()) == (0, 3, [1, 2, 3])
-    assert parent.parent is None
-    assert trie.match(ids(1, 2, 3)).node.path() == [child]
 
 
 @pytest.mark.parametrize(
@@ -267,17 +173,6 @@ def test_only_free_leaves_are_removed() -> None:
     assert trie.match(ids(1, 2, 3)).length == 2
     with pytest.raises(ValueError, match="not a removable leaf"):
         trie.remove(child)
-
-
-def test_nodes_come_parents_first() -> None:
-    trie = PrefixTrie()
-    for tokens in ((1, 2), (1, 2, 3), (1, 4), (5,)):
-        insert(trie, *tokens)
-    seen: list[Node] = []
-    for node in trie.nodes():
-        assert node.parent is trie.root or node.parent in seen
-        seen.append(node)
-    assert len(seen) == trie.num_nodes == 5
 
 
 @pytest.mark.parametrize("damage", ["parent", "edge", "key", "both", "neither", "span", "slots", "count"])

@@ -12,8 +12,6 @@ import pytest
 
 from cache.budget import DiskFault, DiskInUse, FolderError
 from cache.disk.tier import RETRY_SECONDS, DiskTier
-from cache.disk.tree import START, StoredFile
-from cache.layers.state import RecurrentState
 from cache.types import TokenArray, common_prefix_length
 from tests.support import disk_driver
 from tests.support.disk_driver import (
@@ -29,7 +27,6 @@ from tests.support.disk_driver import (
     find_snapshot,
     find_span,
     open_tier,
-    recurrent_of,
     segment_of,
     snap,
     stored_names,
@@ -116,46 +113,6 @@ def test_a_span_is_written_behind_the_caller_and_then_stands_for_the_state(tmp_p
     tier.close()
 
 
-def test_tokens_on_disk_are_not_written_again_however_they_are_cut(tier: DiskTier, tmp_path: Path) -> None:
-    write(tier, FIRST)
-    assert tier.flush(10)
-    used = tier.tree.num_bytes
-    for start, stop in ((0, 100), (0, 60), (30, 60), (60, 100), (99, 100)):
-        span = write(tier, FIRST[:stop], start)
-        assert span is not None and span.is_written
-        assert_span(tier, span, FIRST)
-    assert (tier.tree.num_bytes, len(stored_names(tmp_path))) == (used, 1)
-    # A longer edge, as after two edges became one: only what is new goes to disk.
-    span = write(tier, LONGER)
-    assert tier.flush(10)
-    assert span is not None and span.is_written
-    assert size_of(50) < tier.tree.num_bytes - used < size_of(50) + 2000
-    assert_span(tier, span, LONGER)
-
-
-def test_a_branch_shares_the_file_of_its_prefix(tier: DiskTier, tmp_path: Path) -> None:
-    write(tier, FIRST)
-    span = write(tier, BRANCH)
-    assert tier.flush(10)
-    assert span is not None
-    assert_span(tier, span, BRANCH)
-    assert len(stored_names(tmp_path)) == 2
-    assert tier.tree.num_bytes < size_of(130) + 4000
-
-
-def test_edges_may_come_in_any_order(tier: DiskTier, tmp_path: Path) -> None:
-    write(tier, LONGER, 100)
-    write(tier, LONGER[:20])
-    assert tier.flush(10)
-    assert find_span(tier, LONGER) is None
-    span = write(tier, LONGER)
-    assert tier.flush(10)
-    assert span is not None and len(span.parts) == 3
-    assert_span(tier, span, LONGER)
-    with reopened(tier, tmp_path) as again:
-        assert len(assert_all_right(again)) == 3
-
-
 def test_a_snapshot_is_written_once_and_stays_where_edges_are_cut(tier: DiskTier, tmp_path: Path) -> None:
     write(tier, FIRST)
     first, second = snap(tier, FIRST), snap(tier, FIRST)
@@ -189,19 +146,6 @@ def test_a_snapshot_with_more_replaces_one_with_less(tier: DiskTier, tmp_path: P
 
 
 # ----------------------------------------------------------------------------------------------------- restart
-
-
-def test_a_restart_keeps_everything(tier: DiskTier, tmp_path: Path) -> None:
-    for tokens in (FIRST, LONGER, BRANCH):
-        write(tier, tokens)
-        snap(tier, tokens)
-    write(tier, FIRST, namespace="other")
-    with reopened(tier, tmp_path) as again:
-        found = assert_all_right(again)
-        wanted = {("", tokens.tobytes()) for tokens in (FIRST[:60], FIRST, LONGER, BRANCH)}
-        assert found == {*wanted, ("other", FIRST.tobytes())}
-        assert sum(entry.snapshot is not None for entry in entries(again)) == 3
-        assert again.tree.num_bytes == tier.tree.num_bytes
 
 
 def test_what_lacks_its_beginning_does_not_survive(tier: DiskTier, tmp_path: Path) -> None:
@@ -283,40 +227,6 @@ def test_random_histories_match_a_list_of_what_was_written(tmp_path: Path) -> No
 
 
 # ------------------------------------------------------------------------------------------------------ budget
-
-
-def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path, budget_bytes=size_of(1800))
-    trunk = tokens_of(range(400))
-    leaves = [np.concatenate([trunk, tokens_of([leaf] * 400)]) for leaf in (50, 51, 52, 53)]
-    spans = []
-    for tokens in (trunk, *leaves[:3]):
-        spans.append(write(tier, tokens, len(tokens) - 400))
-        assert tier.flush(10)
-    touch(tier, leaves[0])
-    newest = write(tier, leaves[3], 400)
-    assert newest is not None and tier.flush(10)
-    gone = [is_gone(span) for span in spans if span is not None]
-    assert gone == [False, False, True, False], "the trunk is older than the leaf that was used least"
-    assert tier.num_gone == 1
-    assert tier.tree.num_bytes <= tier.budget_bytes
-    assert find_span(tier, leaves[1], 400) is None
-    with reopened(tier, tmp_path) as again:
-        assert len(assert_all_right(again)) == 4
-
-
-def test_recency_survives_a_restart(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path)
-    old, new, third = (tokens_of([value] * 40) for value in (1, 2, 3))
-    write(tier, old)
-    write(tier, new)
-    touch(tier, old)
-    tier.flush(10)
-    tier.close()
-    tier = open_tier(tmp_path, budget_bytes=2 * size_of(40) + 8000)
-    assert write(tier, third) is not None
-    assert find_span(tier, new) is None and find_span(tier, old) is not None
-    tier.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -496,18 +406,6 @@ def test_namespaces_share_nothing_not_even_names(tmp_path: Path) -> None:
     assert len(names[0] | names[1]) == 4, "a name tells who has the same tokens"
 
 
-def test_asking_for_a_namespace_does_not_make_one(tier: DiskTier) -> None:
-    for number in range(10):
-        namespace = f"salt {number}"
-        assert find_span(tier, FIRST, namespace=namespace) is None and find_snapshot(tier, FIRST, namespace) is None
-        touch(tier, FIRST, namespace)
-        tier.clear(namespace)
-        assert tier.tree.find_trie(namespace).num_bytes == 0 and tier.tree.find_trie(namespace).num_nodes == 0
-    assert tier.tree.namespaces() == []
-    write(tier, FIRST, namespace="half a pair \ud800")
-    assert tier.flush(10) and find_span(tier, FIRST, namespace="half a pair \ud800") is not None
-
-
 # ---------------------------------------------------------------------------------------------------- prefetch
 
 
@@ -630,25 +528,3 @@ def test_an_unusable_folder_is_told_and_not_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(FolderError, match=r"file/cache cannot be used: not a directory"):
         open_tier(tmp_path / "file" / "cache")
-
-
-def test_nothing_to_keep_is_no_snapshot(tier: DiskTier) -> None:
-    assert isinstance(recurrent_of(FIRST), RecurrentState)
-    snapshot = write_snapshot(tier, FIRST, None, recurrent_of(FIRST))
-    assert isinstance(snapshot, StoredFile) and snapshot.start == snapshot.stop
-    assert isinstance(write(tier, FIRST), FileSpan)
-
-
-def test_a_snapshot_on_its_way_is_known_before_it_can_be_read(tmp_path: Path) -> None:
-    tier, barrier = open_tier(tmp_path), threading.Event()
-    tier.queue._thread.submit(barrier.wait)
-    try:
-        snap(tier, FIRST)
-        place = tier.tree.follow("", START, FIRST)
-        assert [(found.stop, found.is_written) for found in tier.tree.snapshots(place)] == [(len(FIRST), False)]
-        assert find_snapshot(tier, FIRST) is None
-    finally:
-        barrier.set()
-    assert tier.flush(10)
-    assert [(found.stop, found.is_written) for found in tier.tree.snapshots(place)] == [(len(FIRST), True)]
-    tier.close()
