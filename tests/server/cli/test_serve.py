@@ -536,7 +536,7 @@ def test_weights_that_the_machine_cannot_hold_are_refused_with_a_smaller_model_n
 
 def test_a_budget_beyond_the_machine_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.app.service.read_machine", lambda info: Machine(8 * GB))
-    with pytest.raises(StartError, match=r"8.0 GB of cache memory and .* than the 8.0 GB of this machine; 2.0 GB is"):
+    with pytest.raises(StartError, match=r"8.0 GB of cache memory and .* than the 8.0 GB of this machine; the default is 2.0 GB"):
         open_service(ServerConfig(models=(str(folder),), cache_memory_bytes=8 * GB))
 
 
@@ -648,7 +648,7 @@ def test_what_becomes_of_calls_is_said_when_a_model_is_loaded(
     folder = write("qwen3", tmp_path / "tiny")
     (folder / "chat_template.jinja").write_text(template)
     assert open_service(ServerConfig(models=(str(folder),))).model.tool_calls == says
-    assert ("they come as text" in caplog.text) == (says == "text")
+    assert ("calls come as text" in caplog.text) == (says == "text")
 
 
 def test_the_pool_of_freed_buffers_is_bounded_and_never_made_larger() -> None:
