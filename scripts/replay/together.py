@@ -121,6 +121,7 @@ class SizedRow:
     output: TokenArray
     position: int
     known: list[int]
+    num_fed, draft = 1, ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class SizedStep:
     """A token of each row."""
 
     sampled: list[int]
+    is_long = False
 
     def tokens(self) -> list[list[int]]:
         """Returns them."""
@@ -141,7 +143,7 @@ class SizedRunner:
     """A runner over state that has sizes only; counts what it evaluates and the seconds that takes."""
 
     rows_form, drafts_form, overlaps, padding_bytes = "together", "off", False, 0
-    max_feed_tokens = 1
+    max_feed_tokens, encoder = 1, None
 
     def __init__(self, head_tokens: float | None) -> None:
         self.head_tokens = head_tokens
