@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Final
 
 from models.output.call_formats import CallFormat, Literal, Tags
@@ -65,6 +64,7 @@ class CallGrammar:
         self._form, self._tools, self._spell = form, tools, spell
         self._before, _, self._behind = form.head.partition("{}")
         self._end = form.end + (form.close if form.repeats_open else "")
+        self._rules = [*self._write_rules()]
 
     def forced(self, *, is_single: bool) -> list[str]:
         """The rule `calls` of one call, or of one and more, and those that it needs."""
@@ -95,12 +95,7 @@ class CallGrammar:
         opener = self._form.open.rstrip() or self._before
         return opener, self._before[:1] if self._form.open else ""
 
-    @cached_property
-    def _rules(self) -> Sequence[str]:
-        """Written once: a set of tools comes with each turn."""
-        return [*self._written_rules()]
-
-    def _written_rules(self) -> Iterator[str]:
+    def _write_rules(self) -> Iterator[str]:
         yield f"function: {' | '.join(f'f{number}' for number in range(len(self._tools)))}"
         yield "NUMBER: /[0-9]+/\nTEXT: /(?s:.*)/\nCOMMA: /, ?/\nCOLON: /: ?/"
         body = self._form.body

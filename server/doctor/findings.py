@@ -166,11 +166,12 @@ class LinkedTurn:
     """Part of the previous prompt that was reused, 0 to 1."""
 
 
-def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
+def checkup_from(name: str, turns: Sequence[LinkedTurn], repeated_call: RepeatedCall | None = None) -> Checkup:
     """The losses of a conversation, with causes that later turns correct."""
     kept = [turn.kept for turn in turns if turn.kept is not None]
     losses = tuple(loss for number, turn in enumerate(turns, 1) for loss in _with_later(turn, turns[number:]))
-    return Checkup(name, len(turns), len(turns), sum(kept) / len(kept) if kept else None, losses)
+    average = sum(kept) / len(kept) if kept else None
+    return Checkup(name, len(turns), len(turns), average, losses, repeated_call=repeated_call)
 
 
 def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]:
@@ -195,9 +196,8 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
     linked = [_linked(turn, number) for number, turn in enumerate(turns, num_turns - len(turns) + 1)]
     times = float(session["created"]), float(session["last_used"])
     repeated = RepeatedCall(**call) if (call := session.get("repeated_call")) else None
-    healed_tokens, checkup = int(session.get("healed_tokens", 0)), checkup_from(str(session["id"]), linked)
-    checkup = replace(checkup, num_turns=num_turns, times=times, healed_tokens=healed_tokens)
-    return replace(checkup, repeated_call=repeated)
+    checkup, healed_tokens = checkup_from(str(session["id"]), linked, repeated), int(session.get("healed_tokens", 0))
+    return replace(checkup, num_turns=num_turns, times=times, healed_tokens=healed_tokens)
 
 
 def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:

@@ -177,10 +177,7 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
         state.extend(state.root, turn.tokens)
     unnamed = itertools.count(1)
     return [
-        replace(
-            checkup_from(name.id if name.is_named else f"(unnamed {next(unnamed)})", turns),
-            repeated_call=repeated[name],
-        )
+        checkup_from(name.id if name.is_named else f"(unnamed {next(unnamed)})", turns, repeated[name])
         for name, turns in visits.items()
     ]
 
