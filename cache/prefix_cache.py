@@ -110,8 +110,7 @@ class PrefixCache:
     def _find_on_disk(self, lookup: Lookup, result: LookupResult) -> DiskMatch | None:
         if self.memory.disk is None:
             return None
-        where = lookup.namespace, lookup.tokens, result.match
-        return self.memory.disk.find(*where, restorable=result.restorable, bounded=lookup.bounded)
+        return self.memory.disk.find(lookup.namespace, lookup.tokens, result.match, restorable=result.restorable)
 
     def _promote(self, lookup: Lookup, *, is_background: bool) -> tuple[LookupResult, bool]:
         """Reads what disk adds to a prompt, if memory can be freed: what memory then holds; whether it was read."""

@@ -128,14 +128,11 @@ class Lookup:
         if match is None or not match.length or match.is_gone:
             match = Place(trie.root, 0)
         match = trie.follow(match, self.tokens[match.length :])
-        if (length := self.bounded(match.length)) < match.length:
+        length = next((start for start, stop in self._pictures if start < match.length < stop), match.length)
+        if length < match.length:
             match = trie.follow(Place(trie.root, 0), self.tokens[:length])
         self._match = match
         return match
-
-    def bounded(self, length: int) -> int:
-        """A match's length, or the start of the picture in which the match would end."""
-        return next((start for start, stop in self._pictures if start < length < stop), length)
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,25 +61,12 @@ class DiskConnector:
 
     # ---------------------------------------------------------------------------------------------- reading
 
-    def find(
-        self,
-        namespace: str,
-        tokens: TokenArray,
-        match: NodeMatch,
-        *,
-        restorable: int,
-        bounded: Callable[[int], int] = lambda length: length,
-    ) -> DiskMatch | None:
-        """What disk adds to `match`, of which memory restores `restorable` tokens; None if too little.
-
-        `bounded` returns the part of a match's length that counts.
-        """
+    def find(self, namespace: str, tokens: TokenArray, match: NodeMatch, *, restorable: int) -> DiskMatch | None:
+        """What disk adds to `match`, of which memory restores `restorable` tokens; None if too little."""
         self.tier.notice_written()
         tree = self.tier.tree
         place = self._place(namespace, [node for node in match.node.path() if node.stop <= match.length])
         place = tree.follow(namespace, place, tokens[place.length :])
-        if (length := bounded(place.length)) < place.length:
-            place = tree.follow(namespace, START, tokens[:length])
         if place.length - restorable < MIN_RESTORE_TOKENS:
             return None
         stop, snapshot = written_stop(tree.covered(place, match.length, len(tokens)), match.length), None

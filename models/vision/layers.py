@@ -63,8 +63,8 @@ class SeeingEmbedding(Module):
         """`[batch, num_tokens, width]`."""
         inner, rows = cast(Any, self.inner), self._inputs.rows
         if rows is None:
-            return cast(mx.array, inner(tokens))
-        # MLX checks no index: a negative one ends the process.
+            # MLX checks no index: a negative one, by whatever fault of ours, would end the process.
+            return cast(mx.array, inner(mx.maximum(tokens, 0) if tokens.dtype == mx.int32 else tokens))
         kind = inner(mx.zeros_like(tokens)).dtype
         return mx.broadcast_to(rows.astype(kind), (*tokens.shape, rows.shape[-1]))
 

@@ -58,6 +58,8 @@ def load_vision(
     """A loaded model's vision, its tower not evaluated, its layers wrapped; None, and a line in the log, without."""
     tensors = _read_tensors(folder)
     if not tensors:
+        if "vision_config" in config:
+            logger.info("%s sees no images: its files hold no vision tower", name)
         return None
     try:
         placeholder = tokenizer.convert_ids_to_tokens(config["image_token_id"])

@@ -404,8 +404,11 @@ def _is_skipped(item: Item) -> bool:
     return item.get("type") in SKIPPED_ITEM_TYPES or (is_search and not item.get("call_id"))
 
 
-def read_messages(items: Sequence[Item]) -> list[Message]:
-    """Checked items as messages; there are no references and results of tool searches any more."""
+def read_messages(items: Sequence[Item], *, sees: bool = False) -> list[Message]:
+    """Checked items as messages, with images for a model that `sees`.
+
+    There are no references and results of tool searches any more.
+    """
     runs: list[list[Mapping[str, Any]]] = []
     previous = ""
     for item in items:
@@ -418,17 +421,17 @@ def read_messages(items: Sequence[Item]) -> list[Message]:
         else:
             runs.append([said])
         previous = kind
-    return list(map(_one_message, runs))
+    return [_one_message(run, sees=sees) for run in runs]
 
 
-def _one_message(run: Sequence[Mapping[str, Any]]) -> Message:
+def _one_message(run: Sequence[Mapping[str, Any]], *, sees: bool) -> Message:
     """A message of what was said in a row; texts are joined once, however many they are."""
     parts: dict[str, list[Any]] = {"content": []}
     for name, value in (field for said in run for field in said.items() if field[1] is not None):
         parts.setdefault(name, []).append(value)
     # Templates know no developer role, the new name of system.
     role = "system" if run[0]["role"] == "developer" else run[0]["role"]
-    content = groupby(chain(*parts.pop("content")), lambda part: "image" in part)
+    content = groupby(chain(*parts.pop("content")), lambda part: sees and "image" in part)
     runs = [[*run] if is_image else [{"text": "".join(part["text"] for part in run)}] for is_image, run in content]
     joined = {name: [*chain(*values)] if name == "tool_calls" else "".join(values) for name, values in parts.items()}
     return {**joined, "role": role, "content": [*chain(*runs)] or [{"text": ""}]}
@@ -487,7 +490,8 @@ def read_given(incoming: Incoming, body: InputBody, model: ServedModel, namespac
     offered = given if binding.shows_tools(model, given.shown, forbids_calls=body.forbids_calls) else ToolSet()
     tools, items = _with_found(offered, items, model, namespace)
     instructions = {"type": "message", "role": "system", "content": body.instructions}
-    messages = read_messages([instructions, *items] if body.instructions else items)
+    shown = [instructions, *items] if body.instructions else items
+    messages = read_messages(shown, sees=model.vision is not None)
     if not messages:
         raise wrong("input", "Field required", Code.MISSING_PARAMETER)
     last, effort = new[-1] if new else {}, body.reasoning.effort if body.reasoning else None

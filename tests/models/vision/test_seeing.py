@@ -12,16 +12,20 @@ from transformers import Qwen2VLImageProcessor
 
 from cache.layers.kinds import make_caches
 from cache.snapshots import RestorePoint, RestorePointKind
+from models.inference.drafters import ModelDrafter, MtpDrafter
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
-from models.loader import LoadedModel, convert_weights, load, with_vision
+from models.loader import DraftModel, LoadedModel, convert_weights, load, with_vision
+from models.mtp import MtpModule, language_model
 from models.vision.features import Encoder
 from models.vision.image_files import read_pixels
 from models.vision.pictures import Pictures
 from models.vision.qwen import QwenImages
-from tests.support import tiny_vision
+from tests.support import tiny_models, tiny_vision
+from tests.support.drafting import Predicting
 from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_vision import prompt_of
+from tests.support.oracle import Oracle
 from tests.support.tiny_vision import FAMILIES, PROCESSOR, VISION, image
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -224,3 +228,41 @@ def test_a_conversion_keeps_the_tower(bits: int | None, folder: Path, tmp_path: 
     assert other.vision.open(A).digest == picture.digest
     found = [features_of(one, picture) for one in (loaded, other)]
     assert mx.array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("drafts", ["known", "model", "module"])
+def test_drafts_change_nothing_beside_pictures(drafts: str, folder: Path) -> None:
+    loaded, wanted = seeing("qwen3_5", folder), answers("qwen3_5", folder)
+    assert loaded.vision is not None
+    drafter: Any = None
+    if drafts == "model":
+        small = tiny_models.build("llama")
+        drafter = ModelDrafter(loaded.model, loaded.vocab_size, DraftModel("small", small, tiny_models.VOCAB))
+    elif drafts == "module":
+        drafter = MtpDrafter(loaded.model, MtpModule(language_model(loaded.model)))
+    runner = Runner(
+        loaded.model,
+        vocab_size=loaded.vocab_size,
+        drafter=drafter,
+        encoder=Encoder(loaded.vision.tower, 1e6, 1 << 20),
+        vision_inputs=loaded.vision.inputs,
+        max_probe_seconds=float("inf"),
+    )
+    speculation: Any = Predicting(2, 3)
+    if drafter is None:
+        opened = [[loaded.vision.open(one) if isinstance(one, bytes) else one for one in parts] for parts in PROMPTS]
+        known = {tuple(prompt_of(*parts)[0]): told for parts, told in zip(opened, wanted, strict=True)}
+        speculation = Oracle(0.3, after=lambda prompt, output: [*known[tuple(prompt)], 0][min(len(output), 12)])
+    harness = Harness(runner=runner, chunk_tokens=16, speculation=speculation)
+    sinks = [ask(harness, loaded, *parts) for parts in PROMPTS]
+    harness.run()
+    assert [sink.tokens for sink in sinks] == wanted
+    assert drafter is None or speculation.num_steps
+
+
+def test_penalties_know_words_only(folder: Path) -> None:
+    harness, loaded = Harness(runner=runner_of("qwen3_vl", folder)), seeing("qwen3_vl", folder)
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.5, dry_multiplier=0.8)
+    sink = ask(harness, loaded, HEAD, A, END, sampling=sampling)
+    harness.run()
+    assert len(sink.tokens) == 12

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from cache.snapshots import RestorePointKind
 from models.errors import InvalidImage
 from models.vision.image_files import read_header
 from models.vision.pictures import Picture
+from server.api.conversation import cut_at_last_point, next_turn_request
 from server.api.images import MAX_NEW_IMAGES, UNREAD
 from server.app.config import ServerConfig
 from server.engine.request import GenerationRequest
@@ -235,3 +237,14 @@ def test_listings_say_who_sees(sees: bool) -> None:
     assert client.get("/props").json()["modalities"]["vision"] is sees
     assert ("vision" in client.post("/api/show", json={"model": "tiny"}).json()["capabilities"]) is sees
     assert client.get("/api/v1/models").json()["models"][0]["capabilities"]["vision"] is sees
+
+
+def test_idle_work_evaluates_pictures_too() -> None:
+    request = Asked().request(CHAT, user(text("What is"), chat_image(A)))
+    prompt = renderer_of().render(
+        [{"role": "user", "content": [{"text": "", "picture": opened(A)}, {"text": "a" * 40}]}]
+    )
+    ahead = next_turn_request(request, [1, 2], prompt)
+    assert ahead is not None and ahead.pictures is prompt.pictures
+    cut = cut_at_last_point(prompt, (RestorePointKind.USER_START,))
+    assert not cut.pictures.placed and cut_at_last_point(prompt, (RestorePointKind.PROMPT_END,)).pictures.placed

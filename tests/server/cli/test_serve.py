@@ -536,7 +536,9 @@ def test_weights_that_the_machine_cannot_hold_are_refused_with_a_smaller_model_n
 
 def test_a_budget_beyond_the_machine_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.app.service.read_machine", lambda info: Machine(8 * GB))
-    with pytest.raises(StartError, match=r"8.0 GB of cache memory and .* than the 8.0 GB of this machine; the default is 2.0 GB"):
+    with pytest.raises(
+        StartError, match=r"8.0 GB of cache memory and .* than the 8.0 GB of this machine; the default is 2.0 GB"
+    ):
         open_service(ServerConfig(models=(str(folder),), cache_memory_bytes=8 * GB))
 
 

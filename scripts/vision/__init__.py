@@ -1,0 +1,1 @@
+"""Compares what models say of images with what transformers has them say."""
