@@ -206,7 +206,7 @@ class Runner:
             self.drafts_form = f"none, because {fault}"
             return
         drafter = "" if self._drafter is None else f" and by {self._drafter.name}"
-        self.drafts_form = f"of what was said before{drafter}, where they pay"
+        self.drafts_form = f"from earlier text{drafter}, where they pay"
         if self.form is not Form.ALONE:
             fault = probe.find_flat_fault(self.form)
             self.feeds_together = fault is None

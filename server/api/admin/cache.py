@@ -195,7 +195,7 @@ async def pin_session(request: Request) -> Response:
     except PinLimit as error:
         raise ApiError(Code.PIN_LIMIT, str(error)) from error
     if not num_tokens:
-        message = f"no state is kept of a session {session_id[:256]!r}"
+        message = f"no state is kept of the session {session_id[:256]!r}"
         raise ApiError(Code.SESSION_NOT_FOUND, message, "session_id")
     return _pinned(session_id, num_tokens)
 

@@ -202,7 +202,7 @@ def test_a_service_loads_the_draft_model_beside_the_model(folders: dict[str, Pat
     with_draft.start()
     try:
         stats = with_draft.engine.stats()
-        assert stats.drafts_form.startswith("of what was said before and by ")
+        assert stats.drafts_form.startswith("from earlier text and by ")
         assert stats.drafts is not None and DraftSource.DRAFT in stats.drafts.drafted
     finally:
         with_draft.engine.stop()
