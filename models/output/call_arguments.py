@@ -15,7 +15,7 @@ import regex as re
 
 from models.output.call_formats import JSON, Literal
 from models.output.call_patterns import CUT, END, OVER, Ends, Patterns
-from models.output.call_values import escaped, is_closed, json_text, properties_of, types_of, value_text
+from models.output.call_values import escaped, json_text, properties_of, types_of, value_text
 from models.output.pieces import Piece, ToolArguments, ToolCallStarted
 from models.texts import well_formed
 
@@ -142,7 +142,8 @@ class ArgumentReader:
 
     def _name_argument(self, key: str, given: set[str], schema: Any, *, was_text: bool) -> None:
         """After a text, what looks like an argument that cannot be may be of the text: raises Refused."""
-        if key in given or (was_text and key not in properties_of(schema) and is_closed(schema)):
+        is_strange = was_text and key not in properties_of(schema) and "patternProperties" not in schema
+        if key in given or (is_strange and schema.get("additionalProperties") is False):
             raise Refused
         self.add(f"{', ' if given else ''}{json_text(key)}: ")
         given.add(key)

@@ -30,12 +30,6 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
     return declared if isinstance(declared, Mapping) else {}
 
 
-def is_closed(schema: Any) -> bool:
-    """Whether a schema says that an object has only the members that it declares."""
-    is_open = not isinstance(schema, Mapping) or "patternProperties" in schema
-    return not is_open and schema.get("additionalProperties") is False
-
-
 def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
     """The JSON types that a schema allows; empty if it does not say."""
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
