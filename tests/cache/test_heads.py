@@ -11,7 +11,6 @@ import pytest
 from cache import reclaim
 from cache.disk import connector
 from cache.layers import kinds, layout
-from cache.layers.kinds import leaves_of
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup, Slot
@@ -22,7 +21,6 @@ from tests.support.disk_driver import open_tier
 from tests.support.fake_runner import SharesNothing
 
 # isort: split
-from mlx_lm.models.cache import KVCache
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")
 
@@ -78,23 +76,6 @@ def slot_of(cache: PrefixCache, lease: Lease) -> Slot:
     return cache.slots[lease.slot_index]
 
 
-@pytest.mark.parametrize("kind", ["T", "WR"])
-def test_eight_running_sequences_hold_their_head_once(kind: str) -> None:
-    cache = make(kind=kind)
-    leases = [run(cache, told_apart(number)) for number in range(8)]
-    (head,) = cache.pager.heads
-    assert len(readers(cache, head)) == 8
-    assert 0 < head.offset <= len(HEAD)
-    for lease in leases:
-        pairs = zip(leaves_of(lease.caches), leaves_of(head.caches), strict=True)
-        assert all(own.head is one for own, one in pairs if type(one) is KVCache), "a sequence holds a copy"
-    if kind == "T":
-        unique = sum(node.stop - node.start for node in cache.memory.nodes()) * cache.layout.bytes_per_token
-        assert cache.ledger.live_bytes <= 1.15 * unique
-    own = [cache.ledger.slot_bytes(lease.slot_index) for lease in leases]
-    assert max(own) <= cache.layout.bytes_for(len(told_apart(0)) + STEP, head.offset)
-
-
 def test_a_request_that_reuses_nothing_neither_makes_nor_joins_a_head() -> None:
     cache = make()
     private = run(cache, told_apart(0), reuse=False)
@@ -123,17 +104,6 @@ def test_short_of_memory_copies_become_a_head_before_anything_is_given_up() -> N
     assert cache.memory.num_evictions == 0 and slot_of(cache, idle).offset == 50, "state was given up too early"
     for number, lease in enumerate(leases):
         assert_right(cache, lease, told_apart(number)[:-1])
-
-
-def test_a_newcomer_that_would_not_fit_joins_a_head_instead_of_waiting() -> None:
-    for shares_heads in (False, True):
-        cache = make(math.inf if shares_heads else None)
-        lease = run(cache, told_apart(0))
-        cache.ledger.budget_bytes = cache.layout.bytes_for(len(HEAD) + 100)
-        found = cache.begin(CacheRequest(Lookup(np.array(told_apart(1), np.int32))))
-        assert (found is not None) == shares_heads
-        assert_right(cache, lease, told_apart(0)[:-1])
-    assert found is not None and found.hit_tokens == len(HEAD)
 
 
 def test_what_must_wait_evicts_nothing() -> None:
@@ -218,17 +188,6 @@ def test_a_conversation_goes_on_in_its_head_and_leaves_it_to_be_edited() -> None
     one.close()
     cache.clear()
     assert not cache.pager.heads and cache.stats().num_nodes == cache.ledger.stored_bytes == 0
-
-
-def test_a_preempted_sequence_moves_its_tail_alone_and_joins_again() -> None:
-    cache = make()
-    leases = [run(cache, told_apart(number)) for number in range(2)]
-    (head,) = cache.pager.heads
-    leases[1].suspend()
-    cache.pager.page_out_idle(0, None)
-    assert cache.ledger.stored_bytes <= 8 * cache.layout.bytes_per_token and cache.pager.heads == [head]
-    again = run(cache, told_apart(1))
-    assert again.hit_tokens == len(told_apart(1)) - 1 and slot_of(cache, again).head is head
 
 
 @pytest.mark.parametrize("cut", ["a row's tail", "the buffers that rows share"])

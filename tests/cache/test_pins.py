@@ -76,18 +76,6 @@ def test_a_pinned_conversation_of_any_layout_stays_restorable_at_its_end(layout:
     assert prefix_cache.memory.num_evictions > 0
 
 
-def test_a_pin_follows_its_session_and_no_other() -> None:
-    prefix_cache = calibrated(900)
-    cache_driver.run(prefix_cache, story(1), session_id="s")
-    prefix_cache.pins.pin(SESSION, array(story(1)))
-    longer, other = [*story(1), *story(2)], [*story(1), *story(3)]
-    cache_driver.run(prefix_cache, longer, session_id="s")
-    cache_driver.run(prefix_cache, other, session_id="another")
-    fill(prefix_cache)
-    assert known(prefix_cache, longer) == 200
-    assert known(prefix_cache, other) == 100
-
-
 def test_at_most_half_of_the_budget_is_pinned_and_a_session_that_outgrows_it_keeps_its_head() -> None:
     prefix_cache = calibrated(460, num_slots=2)
     for number in (1, 2, 3):
@@ -139,16 +127,6 @@ def test_an_explicit_pin_refuses_what_needs_its_memory_and_the_refusal_changes_n
     cache_driver.run(prefix_cache, [*story(1), *story(2, 380)], session_id="s")  # its own end needs no other memory
 
 
-def test_a_pinned_node_keeps_its_border() -> None:
-    """A sequence that goes on in its slot would make one edge of both parts."""
-    prefix_cache = calibrated(900)
-    cache_driver.run(prefix_cache, story(1), session_id="s")
-    prefix_cache.pins.pin(SESSION, array(story(1)))
-    cache_driver.run(prefix_cache, [*story(1), *story(2)], session_id="another")
-    fill(prefix_cache)
-    assert known(prefix_cache, [*story(1), *story(2)]) == 100
-
-
 def test_a_namespace_is_cleared_with_its_pins_and_others_are_not() -> None:
     prefix_cache = calibrated(2000, num_slots=2)
     ours, theirs = PinName("ours", "s"), PinName("theirs", "s")
@@ -175,13 +153,6 @@ def test_clearing_leaves_a_running_request_alone() -> None:
     fake_model.assert_holds(lease.caches, story(1)[:-1])
     lease.close()
     assert known(prefix_cache, story(1)) == 99 and known(prefix_cache, story(2)) == 0
-
-
-def test_what_is_not_known_cannot_be_pinned_and_unpinning_it_is_harmless() -> None:
-    prefix_cache = calibrated(500)
-    assert prefix_cache.pins.pin(SESSION, array(story(1))) == 0
-    prefix_cache.pins.release(SESSION)
-    assert not prefix_cache.pins.release(SESSION)
 
 
 @pytest.mark.parametrize("layout", ["W", "C", "WR"])

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from cache import eviction as policy
 from cache import snapshots
-from cache.budget import Ledger
 from cache.slots import LookupResult, Slot, choose_slot
 from cache.snapshots import KeptPoint, RestorePoint, RestorePointKind
 from cache.trie import Node, Place
@@ -154,29 +153,6 @@ def test_what_was_used_at_many_times_is_kept_in_few_heaps() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- ledger
-
-
-def test_a_slot_is_charged_what_it_holds_or_reserved_whichever_is_more() -> None:
-    ledger = Ledger(100)
-    ledger.store(10)
-    ledger.reserve(0, 50)
-    assert (ledger.charged_bytes, ledger.live_bytes, ledger.excess_bytes()) == (60, 0, -40)
-    ledger.set_live(0, 70)
-    ledger.set_live(1, 5)
-    assert (ledger.charged_bytes, ledger.live_bytes, ledger.slot_bytes(0)) == (85, 75, 70)
-    assert ledger.excess_bytes(30) == 15
-    ledger.set_live(0, 0)
-    assert ledger.slot_bytes(0) == 50
-    ledger.reserve(0, 0)
-    assert ledger.charged_bytes == 15
-    assert ledger.slot_bytes(7) == 0
-
-
-def test_more_cannot_be_dropped_than_was_stored() -> None:
-    ledger = Ledger(100)
-    ledger.store(10)
-    with pytest.raises(AssertionError, match="more bytes were dropped"):
-        ledger.store(-11)
 
 
 # --------------------------------------------------------------------------------------------------------- slots

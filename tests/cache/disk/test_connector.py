@@ -95,19 +95,6 @@ def test_a_conversation_outlives_the_process(layout: str, tmp_path: Path, tiers:
     assert converse(second, [*SYSTEM, 77, 78])[0] == len(SYSTEM), "the shared system prompt was restored too"
 
 
-@pytest.mark.parametrize("layout", ["C", "U"])
-def test_layers_that_cannot_be_written_are_never_restored_wrong(
-    layout: str, tmp_path: Path, tiers: list[DiskTier]
-) -> None:
-    prompt = [*SYSTEM, *range(100, 160)]
-    first = make(layout, open_tier(tmp_path))
-    converse(first, prompt, [7, 8])
-    first.end(10)
-    tiers.append(open_tier(tmp_path))
-    hit, _ = converse(make(layout, tiers[-1]), [*prompt, 7, 8, 900])
-    assert hit == (len(prompt) + 2 if layout == "C" else 0)
-
-
 def test_state_that_is_to_stay_in_memory_is_never_written(tmp_path: Path, tiers: list[DiskTier]) -> None:
     tiers.append(open_tier(tmp_path))
     prefix_cache = make("WR", tiers[-1])
@@ -206,17 +193,6 @@ def test_damaged_files_cost_their_state_and_nothing_else(layout: str, tmp_path: 
     hit, _ = converse(second, [*prompt, 7, 500])
     assert hit == 0
     assert converse(second, [*prompt, 7, 500, 501])[0] == len(prompt) + 2
-
-
-def test_memory_too_small_for_what_is_on_disk_evaluates_it(tmp_path: Path, tiers: list[DiskTier]) -> None:
-    tiers.append(open_tier(tmp_path))
-    first = make("T", tiers[-1])
-    prompt = [*SYSTEM, *range(100, 2100)]
-    converse(first, prompt)
-    evict_all(first)
-    small = make("T", tiers[-1], budget_bytes=20_000)
-    hit, tier = converse(small, [*prompt, 7])
-    assert (hit, tier) == (0, None)
 
 
 def test_reading_ahead_is_what_begin_then_takes(tmp_path: Path, tiers: list[DiskTier]) -> None:
