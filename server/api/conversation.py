@@ -109,7 +109,7 @@ class Conversation:
     def prepared_for(self, model: ServedModel, healing: Healing | None = None) -> "Conversation":
         """Adds the name's defaults; with `healing`, it is shown as in earlier requests."""
         arguments = {**model.defaults.template_arguments, **self.template_arguments}
-        messages = model.defaults.conversation(with_pictures(self.messages, model))
+        messages = model.defaults.conversation(with_pictures(self.messages, model.vision))
         whole = replace(self, messages=messages, template_arguments=arguments)
         if healing is not None:
             whole = healing.healed(whole, model)
@@ -268,7 +268,7 @@ def _new_part(part: Any, place: tuple[str, int, int]) -> Any:
 def check_new_media(items: Any, param: str, model: ServedModel) -> None:
     """Raises ApiError (400) for what the model does not read in what the person says last."""
     if isinstance(items, list):
-        with_pictures([one for one in mark_new_images(items, param) if isinstance(one, Mapping)], model)
+        with_pictures([one for one in mark_new_images(items, param) if isinstance(one, Mapping)], model.vision)
 
 
 def can_continue(model: ServedModel) -> bool:

@@ -7,12 +7,14 @@ constant line, so that no conversation is refused for ever. Nothing is fetched.
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.errors import InvalidImage
 from models.prompt.shapes import Message
 from server.api.errors import ApiError, Code
-from server.pool.served import ServedModel
+
+if TYPE_CHECKING:
+    from models.vision.loading import Vision
 
 MAX_NEW_IMAGES = 20
 UNREAD = "[{}: this model reads none]"
@@ -44,7 +46,7 @@ def refuse_media(place: tuple[str, int, int], kind: str, why: str = "") -> ApiEr
     return ApiError(Code.INVALID_VALUE, told, f"{param}[{index}].content[{number}].type")
 
 
-def with_pictures(messages: Sequence[Message], model: ServedModel) -> Sequence[Message]:
+def with_pictures(messages: Sequence[Message], vision: "Vision | None") -> Sequence[Message]:
     """Messages with their images opened; raises ApiError (400)."""
     num_new = 0
 
@@ -57,7 +59,7 @@ def with_pictures(messages: Sequence[Message], model: ServedModel) -> Sequence[M
         words = {name: value for name, value in part.items() if name != "image"}
         if given.place is not None and num_new > MAX_NEW_IMAGES:
             raise refuse_media(given.place, "image", f"a message may hold {MAX_NEW_IMAGES} images")
-        return _opened(given, words, model) if message["role"] in _SHOWN_ROLES else words
+        return _opened(given, words, vision) if message["role"] in _SHOWN_ROLES else words
 
     return [
         {**message, "content": [opened(message, part) for part in content]}
@@ -67,13 +69,13 @@ def with_pictures(messages: Sequence[Message], model: ServedModel) -> Sequence[M
     ]
 
 
-def _opened(given: GivenImage, words: Mapping[str, Any], model: ServedModel) -> Mapping[str, Any]:
-    if model.vision is None:
+def _opened(given: GivenImage, words: Mapping[str, Any], vision: "Vision | None") -> Mapping[str, Any]:
+    if vision is None:
         if given.place is not None:
             raise refuse_media(given.place, "image")
         return words
     try:
-        picture = model.vision.open(encoded_image(given.part))
+        picture = vision.open(encoded_image(given.part))
     except InvalidImage as error:
         if given.place is not None:
             raise refuse_media(given.place, "image", str(error)) from error

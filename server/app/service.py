@@ -432,7 +432,9 @@ def open_renderer(name: str) -> ChatRenderer:
     check(source.path, source.id)
     config, context_tokens = read_config(source.path)
     wrapper = open_tokenizer(source.path, source.id, config)
-    return ChatRenderer(_template_owner(wrapper), max_tokens=context_tokens - 1)
+    token = config.get("image_token_id")
+    placeholder = None if token is None else (wrapper.convert_ids_to_tokens(token), token)
+    return ChatRenderer(_template_owner(wrapper), context_tokens - 1, placeholder)
 
 
 def _template_owner(wrapper: Any) -> Any:

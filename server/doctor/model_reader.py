@@ -1,14 +1,15 @@
 """A recorded chat completion, read as the server reads it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from models.errors import ModelError
 from models.prompt.chat_template import ChatRenderer
-from models.prompt.shapes import ToolOrders, with_constant_headers
+from models.prompt.shapes import Message, ToolOrders, with_constant_headers
 from server.api.bodies import parse_body, validated
 from server.api.conversation import Conversation
 from server.api.errors import ApiError, explain
+from server.api.images import with_pictures
 from server.api.openai.chat import IN_CHAT, ChatBody, ChatMessage, offered_tools, template_message
 from server.diagnosis.account import EvaluatedTurn, Rendered
 from server.diagnosis.prompt import part_of
@@ -50,7 +51,10 @@ class ModelReader(Reader):
 
     def _conversation(self, fields: Mapping[str, Any], namespace: str) -> Conversation:
         body = parse_body(ChatBody, fields, IN_CHAT)
-        messages, tools = list(map(template_message, body.messages)), offered_tools(fields)
+        messages: Sequence[Message] = list(map(template_message, body.messages))
+        tools = offered_tools(fields)
+        if not self._renderer.shows_pictures:
+            messages = with_pictures(messages, None)
         if self._orders is not None:
             messages, tools = with_constant_headers(messages), self._orders.settle(namespace, tools)
         arguments = {**(body.chat_template_kwargs or {}), **body.thinking_wish().template_arguments()}

@@ -58,7 +58,7 @@ def edited(text: Sequence[int], error_rate: float, seed: int) -> list[int]:
         if chance.random() >= error_rate:
             output.append(token)
         else:
-            output += chance.choice([[], [-2 - chance.randrange(1000)], [-2 - chance.randrange(1000), token]])
+            output += chance.choice([[], [60_000 + chance.randrange(1000)], [60_000 + chance.randrange(1000), token]])
     return output
 
 
@@ -250,7 +250,7 @@ def copied_rows(
     for number in range(num_rows):
         start = 2500 * number % (len(text) - 2500)
         own = text[start : start + num_tokens]
-        rows.append((simulation.begin([*own, -1 - number]), own[:5] + edited(own[5:], error_rate, number)))
+        rows.append((simulation.begin([*own, 70_000 + number]), own[:5] + edited(own[5:], error_rate, number)))
     return rows
 
 
@@ -261,7 +261,7 @@ def partly_copied_rows(simulation: Simulation, num_rows: int) -> list[tuple[Draf
     for number in range(0, 2500 * num_rows, 2500):
         new, own = text[30_000 + number :], text[number : number + 600]
         said = [[*new[100 * part : 100 * part + 100], *own[30 * part : 30 * part + 30]] for part in range(20)]
-        rows.append((simulation.begin([*own, -1 - number]), [*itertools.chain.from_iterable(said)]))
+        rows.append((simulation.begin([*own, 70_000 + number]), [*itertools.chain.from_iterable(said)]))
     return rows
 
 
