@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from models.output.call_formats import HERMES
 from models.output.grammar import Grammar
+from server.api.conversation import read_arguments
 from server.app.config import ServerConfig
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
@@ -216,6 +217,11 @@ def older(**fields: Any) -> dict[str, Any]:
 def test_functions_are_tools_of_which_one_is_called(ask: Asking, choice: Any, newer: Any) -> None:
     tools = {"tools": TOOLS, "tool_choice": newer, "parallel_tool_calls": False}
     assert ask(CHAT, **older(function_call=choice)) == ask(CHAT, messages=[HI], **tools)
+
+
+@pytest.mark.parametrize(("text", "shown"), [("", {}), (" ", {}), ('{"a": 1}', {"a": 1}), ("[1]", "[1]"), ("{", "{")])
+def test_arguments_are_objects_for_templates_where_they_can_be(text: str, shown: Any) -> None:
+    assert read_arguments(text) == shown
 
 
 def test_earlier_calls_and_results_are_those_of_tools(ask: Asking) -> None:
