@@ -51,9 +51,9 @@ from models.inference.sampling_params import SamplingParams
 from models.lora import AdapterSet, selecting
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
+from models.prompt.pictures import Picture, SeenChunk
 from models.vision.features import Encoder, Encoding
 from models.vision.layers import VisionInputs
-from models.vision.pictures import Picture, SeenChunk
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import FOREIGN_FAULTS, ModelError, PromptTooLong
+from models.prompt.pictures import NO_PICTURES, Picture, Pictures, PlacedPicture
 from models.prompt.shapes import NO_OUTLINE, Message, Outline, Tools, adaptation_for, num_leading_system
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
 from models.prompt.tokenize import SLICE_CHARACTERS, PromptParts, Tail, encode, stop_if_abandoned
 from models.prompt.tool_definitions import Tool, ToolDefinitions
 from models.texts import shared_length, well_formed
-from models.vision.pictures import NO_PICTURES, Picture, Pictures, PlacedPicture
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {

@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
+from models.prompt.pictures import Picture
 from models.prompt.tokenize import LatelyUsed
-from models.vision.pictures import Picture
 
 
 @dataclass(frozen=True, eq=False)

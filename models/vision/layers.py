@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 
-from models.vision.pictures import SeenChunk
+from models.prompt.pictures import SeenChunk
 
 
 class VisionInputs:

@@ -22,8 +22,8 @@ from models import weights
 from models.errors import InvalidImage, brief
 from models.mlx_lm_import import infer_quant_config
 from models.mtp import language_model
+from models.prompt.pictures import Picture
 from models.vision.layers import DeepstackLayer, SeeingEmbedding, SeeingRope, VisionInputs
-from models.vision.pictures import Picture
 from models.vision.qwen import QwenImages, QwenTower
 
 logger = logging.getLogger(__name__)

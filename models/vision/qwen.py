@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from models import weights
 from models.errors import InvalidImage
+from models.prompt.pictures import Picture, digest_of
 from models.vision.features import Features
 from models.vision.image_files import read_header, read_pixels
-from models.vision.pictures import Picture, digest_of
 
 _MAX_ASPECT = 200
 _FUSED_WIDTHS = (64, 80, 128)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from models.prompt.pictures import Pictures
 from models.vision import qwen
-from models.vision.pictures import Pictures
 
 
 def _without_deepstack() -> None:

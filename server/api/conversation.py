@@ -5,9 +5,9 @@ message changes, and `next_turn_requests` evaluates the rest while the engine is
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from models.prompt.shapes import Message
 from models.texts import read_object
 from server.api.bodies import media_of
 from server.api.errors import ApiError, Code, wrong
-from server.api.healing import Healing
 from server.api.images import UNREAD, image_part, refuse_media, with_pictures
 from server.diagnosis.causes import Heal
 from server.diagnosis.prompt import Prompt, prompt_of
@@ -106,13 +105,13 @@ class Conversation:
     heals: Sequence[Heal] = ()
     """What is shown otherwise than sent."""
 
-    def prepared_for(self, model: ServedModel, healing: Healing | None = None) -> "Conversation":
-        """Adds the name's defaults; with `healing`, it is shown as in earlier requests."""
+    def prepared_for(self, model: ServedModel, healed: "ShownAsBefore | None" = None) -> "Conversation":
+        """Adds the name's defaults, and shows it as `healed` does."""
         arguments = {**model.defaults.template_arguments, **self.template_arguments}
         messages = model.defaults.conversation(with_pictures(self.messages, model.vision))
         whole = replace(self, messages=messages, template_arguments=arguments)
-        if healing is not None:
-            whole = healing.healed(whole, model)
+        if healed is not None:
+            whole = healed(whole, model)
         return replace(whole, forbids_calls=whole.forbids_calls and bool(whole.tools or whole.changed_tools))
 
     @property
@@ -190,6 +189,10 @@ class Conversation:
     def _render(self, messages: Sequence[Message], *, continues: bool = False) -> RenderedPrompt:
         shown = (messages, self.tools or None, self.template_arguments, self.namespace)
         return self.renderer.render(*shown, continues=continues)
+
+
+ShownAsBefore: TypeAlias = Callable[[Conversation, ServedModel], Conversation]
+"""Shows a conversation as earlier requests showed it."""
 
 
 def media_in_words(part: Any) -> str | None:

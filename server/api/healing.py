@@ -20,18 +20,16 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from models.prompt.chat_template import plain_text
 from models.prompt.shapes import Message, num_leading_system, with_constant_headers
 from models.texts import shared_length
+from server.api.conversation import Conversation
 from server.api.own_calls import FILE_NAME, OwnCalls
 from server.app.config import ServerConfig, parse_heal
 from server.diagnosis.causes import Heal, HealKind
-
-if TYPE_CHECKING:
-    from server.api.conversation import Conversation
-    from server.pool.served import ServedModel
+from server.pool.served import ServedModel
 
 MAX_HEADS: Final = 128
 """Conversations whose beginnings are remembered."""
@@ -107,7 +105,7 @@ class Heads:
             for key in [key for key in self._heads if key[0] == namespace]:
                 del self._heads[key]
 
-    def healed(self, asked: "Conversation", model: "ServedModel", kinds: frozenset[str]) -> "Conversation":
+    def healed(self, asked: Conversation, model: ServedModel, kinds: frozenset[str]) -> Conversation:
         """The conversation with the beginning of earlier requests, where `kinds` allow it."""
         if HealKind.SYSTEM in kinds:
             messages, heals = system_in_front(asked.messages)
@@ -128,8 +126,8 @@ class Heads:
         return asked
 
     def _with_tools(
-        self, asked: "Conversation", model: "ServedModel", kinds: frozenset[str], head: Head | None
-    ) -> "Conversation":
+        self, asked: Conversation, model: ServedModel, kinds: frozenset[str], head: Head | None
+    ) -> Conversation:
         """With the conversation's tools, not to be called, if it is compacted without them."""
         is_compaction = asked.is_compaction or (HealKind.COMPACTION in kinds and has_replies(asked.messages))
         if asked.declared_tools or not is_compaction or head is None or head.sent != _system_text(asked.messages):
@@ -140,8 +138,8 @@ class Heads:
         return replace(asked, heals=[*asked.heals, Heal(HealKind.COMPACTION, 0, is_new=True)])
 
     def _with_base(
-        self, asked: "Conversation", key: tuple[str, str, bytes], head: Head | None
-    ) -> tuple[Head, "Conversation"]:
+        self, asked: Conversation, key: tuple[str, str, bytes], head: Head | None
+    ) -> tuple[Head, Conversation]:
         """With the system message of the conversation's first request, else of a similar conversation."""
         messages, text = asked.messages, _system_text(asked.messages)
         base = head or self._similar(key, text)
@@ -166,7 +164,7 @@ class Heads:
         return None if found is None else Head(found.system, found.text, found.text)
 
 
-def _as_sent(asked: "Conversation") -> tuple[Head, "Conversation"]:
+def _as_sent(asked: Conversation) -> tuple[Head, Conversation]:
     text = _system_text(asked.messages)
     return Head(asked.messages[: num_leading_system(asked.messages)], text, text), asked
 
@@ -205,7 +203,7 @@ class Healing:
         self.calls = OwnCalls(Path(config.cache_dir).expanduser() / FILE_NAME if has_file else None)
         self._heads, self._kinds = Heads(), [*map(parse_heal, config.heals)]
 
-    def healed(self, asked: "Conversation", model: "ServedModel") -> "Conversation":
+    def healed(self, asked: Conversation, model: ServedModel) -> Conversation:
         """The conversation as earlier requests showed it."""
         settle = partial(model.tool_orders.settle, asked.namespace)
         asked = replace(

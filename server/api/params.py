@@ -16,10 +16,10 @@ from models.errors import TokenizerFailed
 from models.prompt.chat_template import RenderedPrompt
 from server.api.answer import Question
 from server.api.binding import AnswerGrammar, ForcedCalls, answer_grammar, bind
-from server.api.conversation import Conversation
+from server.api.conversation import Conversation, ShownAsBefore
 from server.api.dialect import context_of, namespace_of
 from server.api.errors import Code, ContextExceeded, wrong
-from server.api.healing import Healing, healing_of
+from server.api.healing import healing_of
 from server.api.sessions import resolve_line
 from server.engine.request import LOOP_GUARD, GenerationOptions, GenerationRequest, TokenArray
 from server.pool.served import ServedModel
@@ -38,8 +38,9 @@ class Incoming:
         return namespace_of(self.http, cache_salt)
 
     @property
-    def healing(self) -> Healing | None:
-        return context_of(self.http).kept(healing_of)
+    def healed(self) -> ShownAsBefore | None:
+        healing = context_of(self.http).kept(healing_of)
+        return None if healing is None else healing.healed
 
 
 class Limit(NamedTuple):

@@ -30,8 +30,8 @@ from models.output.call_formats import CallFormat
 from models.output.call_reader import DeclaredTools
 from models.output.grammar import OutputGrammar
 from models.output.pieces import Thinking, TokenLogprob
+from models.prompt.pictures import NO_PICTURES, Pictures
 from models.prompt.shapes import NO_OUTLINE, Outline
-from models.vision.pictures import NO_PICTURES, Pictures
 from server.diagnosis.causes import Reuse
 
 TokenArray: TypeAlias = NDArray[np.int32]

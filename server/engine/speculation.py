@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from cache.history import SHORTEST_MATCH, Follower, ForcedText, History, HistoryFollower, LiveText, PredictionFollower
-from models.vision.pictures import words_at_end
+from models.prompt.pictures import words_at_end
 from server.engine.acceptance import PRIOR_RATES, REVERSION, AcceptanceRates, DrafterRow, FollowedText, ForcedTokens
 from server.engine.draft_cost import (
     CORRECTION,

@@ -22,7 +22,7 @@ from cache.lease import Lease, Tier
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import InvalidImage
-from models.vision.pictures import SeenChunk
+from models.prompt.pictures import SeenChunk
 from server.diagnosis.causes import OF_SCORED, Reuse
 from server.engine.decode import DecodePipeline
 from server.engine.embeddings import EmbeddingJob, Embeddings

@@ -14,8 +14,8 @@ from cache.types import LayerCache, TokenArray
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
+from models.prompt.pictures import Picture, SeenChunk
 from models.vision.features import Encoder, Encoding
-from models.vision.pictures import Picture, SeenChunk
 from tests.support import fake_model, fake_vision
 
 # isort: split

@@ -10,9 +10,9 @@ import pytest
 
 from cache.types import TokenArray
 from models.errors import InvalidImage
-from models.vision import pictures
+from models.prompt import pictures
+from models.prompt.pictures import Picture, Pictures, PlacedPicture, SeenChunk, ids_of
 from models.vision.features import Encoder, Features
-from models.vision.pictures import Picture, Pictures, PlacedPicture, SeenChunk, ids_of
 
 DAMAGED = b"damaged"
 """A file whose pixels cannot be decoded."""

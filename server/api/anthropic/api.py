@@ -153,7 +153,7 @@ def count_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     """Counts a prompt's tokens; evaluates nothing."""
     body = parse_body(conversation.PromptBody, incoming.fields, conversation.IN_PROMPT)
     model = conversation.find_model(context, body.model)
-    source = conversation.read_conversation(body, model, incoming.namespace(), incoming.healing)
+    source = conversation.read_conversation(body, model, incoming.namespace(), incoming.healed)
     return {"input_tokens": len(source.render().tokens)}
 
 
@@ -236,7 +236,7 @@ class _MessageExchange(Exchange):
         self, context: ApiContext, incoming: Incoming, body: conversation.MessagesBody, model: ServedModel
     ) -> None:
         namespace = incoming.namespace(body.cache_salt)
-        source = conversation.read_conversation(body, model, namespace, incoming.healing)
+        source = conversation.read_conversation(body, model, namespace, incoming.healed)
         super().__init__(ask(incoming, model, source, conversation.read_params(body, model)))
         self._context, self._incoming, self._body = context, incoming, body
         self.tells_progress = body.stream is True

@@ -16,6 +16,7 @@ from server.api.binding import AnswerGrammar, ForcedCalls, json_grammar, shows_t
 from server.api.bodies import BodyModel, FormatBody, Rules, Whole, part_text, refused, tool_result
 from server.api.conversation import (
     Conversation,
+    ShownAsBefore,
     ThinkingWish,
     check_continuable,
     mark_new_images,
@@ -24,7 +25,6 @@ from server.api.conversation import (
 from server.api.dialect import ApiContext
 from server.api.errors import wrong
 from server.api.generation import CacheSalt, Share, StopStrings, changed_sampling
-from server.api.healing import Healing
 from server.api.params import GenerationParams, Limit
 from server.pool.names import ModelUnknown
 from server.pool.served import ServedModel
@@ -362,7 +362,7 @@ _ERROR_PREFIX = "Error: "
 
 
 def read_conversation(
-    body: PromptBody, model: ServedModel, namespace: str, healing: Healing | None = None
+    body: PromptBody, model: ServedModel, namespace: str, healed: ShownAsBefore | None = None
 ) -> Conversation:
     """The prompt's source; raises ApiError."""
     last = body.messages[-1]
@@ -391,7 +391,7 @@ def read_conversation(
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
         continues=continues,
-    ).prepared_for(model, healing)
+    ).prepared_for(model, healed)
 
 
 def _check_begun(body: PromptBody, model: ServedModel) -> None:

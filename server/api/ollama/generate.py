@@ -432,7 +432,7 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
         namespace=incoming.namespace(),
         # A last message that cannot be continued is answered.
         continues=last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model),
-    ).prepared_for(model, incoming.healing)
+    ).prepared_for(model, incoming.healed)
     return _ChatExchange(body, ask(incoming, model, conversation, _read_params(body, model)))
 
 

@@ -303,4 +303,4 @@ def read_conversation(body: ChatBody, incoming: Incoming, model: ServedModel) ->
         template_arguments={**arguments, **body.thinking_wish().template_arguments()},
         namespace=incoming.namespace(body.cache_salt),
         continues=continues,
-    ).prepared_for(model, incoming.healing)
+    ).prepared_for(model, incoming.healed)

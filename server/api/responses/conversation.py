@@ -506,7 +506,7 @@ def read_given(incoming: Incoming, body: InputBody, model: ServedModel, namespac
         # The last item may be an answer that was cut off.
         is_compaction=codex_metadata(incoming.fields, incoming.http.headers).get("request_kind") == "compaction",
         continues=last.get("role") == "assistant" and last.get("status") in _CUT and can_continue(model),
-    ).prepared_for(model, incoming.healing)
+    ).prepared_for(model, incoming.healed)
     return ReadInput(new, session, tools, conversation)
 
 

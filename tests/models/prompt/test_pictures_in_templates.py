@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError, plain_text
-from models.vision.pictures import ids_of
+from models.prompt.pictures import ids_of
 from tests.models.prompt.test_chat_template import make_tokenizer
 from tests.support.fake_vision import picture_of
 

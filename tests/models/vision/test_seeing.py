@@ -17,9 +17,9 @@ from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import DraftModel, LoadedModel, convert_weights, load, with_vision
 from models.mtp import MtpModule, language_model
+from models.prompt.pictures import Pictures
 from models.vision.features import Encoder
 from models.vision.image_files import read_pixels
-from models.vision.pictures import Pictures
 from models.vision.qwen import QwenImages
 from tests.support import tiny_models, tiny_vision
 from tests.support.drafting import Predicting

@@ -9,8 +9,8 @@ from starlette.testclient import TestClient
 
 from cache.snapshots import RestorePointKind
 from models.errors import InvalidImage
+from models.prompt.pictures import Picture
 from models.vision.image_files import read_header
-from models.vision.pictures import Picture
 from server.api.conversation import cut_at_last_point, next_turn_request
 from server.api.images import MAX_NEW_IMAGES, UNREAD
 from server.app.config import ServerConfig

@@ -15,8 +15,8 @@ from cache.lease import Tier
 from cache.snapshots import RestorePoint, RestorePointKind
 from cache.types import TokenArray
 from models.errors import InvalidImage
+from models.prompt.pictures import Picture
 from models.vision.features import Features
-from models.vision.pictures import Picture
 from server.engine.request import Failed, StepFailed
 from tests.server.engine.test_disk import save_and_forget
 from tests.server.engine.test_drafts import Drafted

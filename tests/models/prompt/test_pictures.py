@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from models.vision.pictures import NO_PICTURES, RESERVED, digest_of, ids_of, words_at_end
+from models.prompt.pictures import NO_PICTURES, RESERVED, digest_of, ids_of, words_at_end
 from tests.support.fake_vision import picture_of, prompt_of
 
 
