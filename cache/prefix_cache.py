@@ -153,7 +153,7 @@ class PrefixCache:
         return True
 
     def _leave_end(self, request: CacheRequest, result: LookupResult) -> LookupResult:
-        """Has the session end where the prompt leaves it: the rest is evicted first. Returns `found` anew."""
+        """Has the session end where the prompt leaves it: the rest is evicted first. Returns `result` anew."""
         end = self.memory.order.end_of(request.namespace, request.session_id)
         if end is None or not result.stored or (end in result.path and end.stop <= result.match.length):
             return result

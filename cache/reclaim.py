@@ -181,7 +181,7 @@ class Reclaimer:
     def invite(self, slot: Slot, result: LookupResult, num_tokens: int) -> bool:
         """Makes a head of what running sequences share with a request for `num_tokens` in `slot`, if that saves most.
 
-        Returns whether it did; then `found` is no longer valid.
+        Returns whether it did; then `result` is no longer valid.
         """
         offset = result.restorable_in(slot)
         least = self._least_tokens(is_short=self.excess_for(slot, result.path, offset, num_tokens) > 0)

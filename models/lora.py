@@ -91,7 +91,7 @@ class AdaptedLayer(Module):
 
 @lru_cache(16)
 def _places(rows: tuple[int, ...], members: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
-    """Each row's index among the adapters `held`, and its scale: `[num_rows]`, `[num_rows, 1, 1]`.
+    """Each row's index among the adapters `members`, and its scale: `[num_rows]`, `[num_rows, 1, 1]`.
 
     Made once: the same rows decode together for many steps.
     """

@@ -40,7 +40,7 @@ _Window: TypeAlias = dict[str, mx.array]
 
 
 def _windows_of(params: SamplingParams, texts: Sequence[TokenIds], vocab_size: int) -> tuple[_Window | None, ...]:
-    """One for each of `_WINDOWED`, at the end of prompt and output, which are `held`.
+    """One for each of `_WINDOWED`, at the end of prompt and output, which are `texts`.
 
     Without `repeat_last_n`, repetition counts in prompt and output, the others in the output.
     """
@@ -98,7 +98,7 @@ def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> N
 
 
 def _last_tokens(texts: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
-    """The last `length` tokens of the lists `held`, filled up in front, or all for `ALL_TOKENS`."""
+    """The last `length` tokens of the lists `texts`, filled up in front, or all for `ALL_TOKENS`."""
     filler = np.full(max(0, length), _NO_TOKEN, np.int32)
     ids = np.concatenate([filler, *(np.asarray(token_ids, np.int32) for token_ids in texts)])
     known = np.where((ids >= 0) & (ids < vocab_size), ids, _NO_TOKEN).astype(np.int32)

@@ -89,7 +89,7 @@ class Exchange(Question, ABC):
         return (self,)
 
     def begun(self, answer: "Answer", stack: ExitStack) -> None:
-        """Called once the engine has the request; may take over `held`. Raises ApiError (429)."""
+        """Called once the engine has the request; may take over `stack`. Raises ApiError (429)."""
 
     def frames(self, answer: "Answer") -> AsyncIterator[bytes]:
         """Yields the stream, its proper end included. Never called where no answer is streamed."""

@@ -235,7 +235,7 @@ class BackgroundRuns:
         return self._runs.get((namespace, name))
 
     def add(self, response: "_ResponseExchange", answer: Answer, stack: ExitStack) -> BackgroundRun:
-        """A new run, to be made, which takes over `held`; raises ApiError (429), which refuses the answer."""
+        """A new run, to be made, which takes over `stack`; raises ApiError (429), which refuses the answer."""
         place = response.request.namespace, response.request.request_id
         running = [holder_of(space) for (space, _), run in self._runs.items() if not run.has_ended]
         # Of what is left, nobody takes the last: a key that comes later finds some.

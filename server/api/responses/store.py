@@ -123,7 +123,7 @@ class Held(NamedTuple):
 
 
 def choose_evictions(stored: Sequence[Held], kept: Collection[Any], limits: Sequence[int]) -> list[Any] | None:
-    """The names to be dropped of `held`, which is in order of use; None if `kept` cannot stay.
+    """The names to be dropped of what is `stored`, in order of use; None if `kept` cannot stay.
 
     Whoever has more than an equal share of a limit that is exceeded loses its own: there is always somebody.
     """
