@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="fuzz: the number of the first one, to repeat one")
     parser.add_argument("--leak", type=int, default=0, help="fuzz: bytes lost with each request, which must be found")
     parser.add_argument(
-        "--seconds", type=float, default=1500.0, help="fuzz, document, a quarter of faults: after which it is ended"
+        "--seconds", type=float, default=1500.0, help="fuzz, document, an eighth of faults: after which it is ended"
     )
     parser.add_argument("--files", type=int, help="slow: how many the server may open; 4096 and then 256 by default")
     parser.add_argument("--stream-seconds", type=float, default=120.0, help="streams: for how long clients ask")

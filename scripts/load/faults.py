@@ -10,4 +10,4 @@ def run(options: argparse.Namespace) -> bool:
     print("faults: every evaluation fails once, on each kind of model and in each way", flush=True)
     tests = "tests/server/engine/test_memory_faults.py"
     command = [sys.executable, "-m", "pytest", "-q", "--all-faults", "-p", "no:cacheprovider", tests]
-    return subprocess.run(command, check=False, timeout=options.seconds * 4).returncode == 0
+    return subprocess.run(command, check=False, timeout=options.seconds * 8).returncode == 0
