@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 MAX_NEW_IMAGES = 20
 UNREAD = "[{}: this model reads none]"
 """What stands in a prompt for a picture, a document, a sound or a film."""
-NO_MEDIA = "this model takes no images, sounds or files, only text"
 _SHOWN_ROLES = ("user", "tool")
 
 
@@ -40,7 +39,8 @@ def image_part(part: Mapping[str, Any], place: tuple[str, int, int] | None = Non
 def refuse_media(place: tuple[str, int, int], kind: str, why: str = "") -> ApiError:
     """The error of a part that is not read, with the path and class by which Claude Code sends the rest again."""
     param, index, number = place
-    why = why or f"{NO_MEDIA}; send the message without it"
+    reader = "this model takes no images, only text" if kind == "image" else f"no model here takes a {kind}"
+    why = why or f"{reader}; send the message without it"
     where = f"{param}.{index}.content.{number}.{kind}"
     told = f"{where}: {why} (capability_rejected: {kind}_block)"
     return ApiError(Code.INVALID_VALUE, told, f"{param}[{index}].content[{number}].type")

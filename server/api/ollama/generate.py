@@ -26,7 +26,7 @@ from models.texts import well_formed_json
 from server.api import bodies
 from server.api.answer import Answer, Exchange, OutputEvent, Question, Run
 from server.api.binding import AnswerGrammar, Format, FunctionSpec, shows_tools
-from server.api.bodies import BodyModel, Rules, Whole, parse_body, refuse_fields, refused
+from server.api.bodies import BodyModel, Rules, Whole, parse_body, refused
 from server.api.call import generate, planned
 from server.api.conversation import Conversation, ThinkingWish, can_continue, first_unanswered
 from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operation
@@ -155,7 +155,6 @@ def _follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) 
     return RenderedPrompt(tokens, (end,), model.token_texts.text(context) + following)
 
 
-IN_MESSAGE: Rules = refused("this model takes no images, only text: images=[]")
 IN_BOTH: Rules = refused("""
     answers hold text, without data on single tokens: logprobs=false top_logprobs=0
     a prompt is only shown with an answer to it: _debug_render_only=false
@@ -390,6 +389,7 @@ class OllamaMessage(BodyModel):
     tool_calls: list[CallEntry] | None = None
     tool_name: str | None = Field(default=None, serialization_alias="name")
     tool_call_id: str | None = None
+    images: list[Any] | None = None
 
 
 class OfferedTool(BodyModel):
@@ -421,8 +421,6 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     model = find_named(context.pool.find, body.model)
     shows = shows_tools(model, body.tools, forbids_calls=False)
     first_new = first_unanswered(incoming.fields["messages"])
-    for index in range(first_new, len(body.messages) if model.vision is None else 0):
-        refuse_fields(body.messages[index].model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     last = body.messages[-1]
     conversation = Conversation(
         model.renderer,
@@ -439,11 +437,10 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
 def _template_message(message: OllamaMessage, index: int = 0, first_new: int = 1) -> Message:
     shown = {"tool_name", "tool_call_id", "thinking", "tool_calls"}
     given = message.model_dump(include=shown, exclude_none=True, by_alias=True)
-    images = (message.model_extra or {}).get("images")
     place = ("messages", index) if index >= first_new else None
     shown_images = [
         image_part({"data": image}, place and (*place, number))
-        for number, image in enumerate(images if isinstance(images, list) else ())
+        for number, image in enumerate(message.images or ())
     ]
     said = [*([{"text": message.content}] if message.content else []), *shown_images]
     return {"role": message.role, "content": said, **{name: value for name, value in given.items() if value}}

@@ -116,7 +116,7 @@ def test_every_field_of_our_own_endpoints_is_documented() -> None:
 REFUSED: dict[str, list[tuple[Rules, Rules]]] = {
     SHARED: [(IN_BOTH, {}), (IN_CHAT, IN_BOTH), (IN_TEXT, IN_BOTH), (IN_MESSAGE, {})],
     "anthropic.md": [(IN_MESSAGES, {})],
-    "ollama.md": [(ollama.IN_BOTH, {}), (ollama.IN_MESSAGE, {}), (ollama.IN_GENERATE, ollama.IN_BOTH)],
+    "ollama.md": [(ollama.IN_BOTH, {}), (ollama.IN_GENERATE, ollama.IN_BOTH)],
     "llama_cpp.md": [(llama_cpp.IN_COMPLETION, IN_TEXT)],
     "responses.md": [(conversation.IN_RESPONSES, {})],
 }

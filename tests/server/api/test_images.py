@@ -227,7 +227,8 @@ def test_ollamas_messages_show_images() -> None:
     assert asked.client.post("/api/chat", json=body).status_code == 200
     assert shown(asked.engine.requests[-1]) == [A, B]
     bad = {**ASKED, "images": [encoded(DAMAGED)]}
-    for messages, status in (([bad], 400), ([bad, SEEN, ASKED], 200)):
+    no_list = {**ASKED, "images": encoded(A)}
+    for messages, status in (([bad], 400), ([bad, SEEN, ASKED], 200), ([no_list], 400)):
         assert asked.client.post("/api/chat", json={**body, "messages": messages}).status_code == status
 
 

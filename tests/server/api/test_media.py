@@ -129,7 +129,7 @@ NEWEST = [
         "messages.2.content.1.image",
         "image_block",
     ),
-    (CHAT, chat_body(user(CHAT_PARTS[FILE])), "messages.0.content.0.document", "document_block"),
+    (CHAT, chat_body(user(CHAT_PARTS[FILE])), "messages.0.content.0.document", "no model here takes a document"),
     (MESSAGES, chat_body(user(BLOCKS[IMAGE])), "messages.0.content.0.image", "image_block"),
     (MESSAGES, chat_body(ASKED, SEEN, user(BLOCKS[FILE])), "messages.2.content.0.document", "document_block"),
     (MESSAGES, chat_body(user(BLOCKS[IMAGE]), ASKED), "messages.0.content.0.image", "image_block"),
@@ -137,8 +137,8 @@ NEWEST = [
     (
         "/api/chat",
         {**chat_body({**ASKED, "images": ["AAAA"]}), "model": "tiny"},
-        "messages[0].images",
-        "this model takes no images",
+        "messages.0.content.0.image",
+        "this model takes no images, only text",
     ),
 ]
 
@@ -152,7 +152,7 @@ def test_what_the_person_sends_last_is_refused_by_its_place(
     error = answer.json()["error"]
     message = error if isinstance(error, str) else error["message"]
     assert answer.status_code == 400 and message.startswith(place) and words in message
-    assert "only text" in message
+    assert "; send the message without it" in message
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from server.api.generation import IGNORED_OPTIONS, IN_TEXT, Options
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
 from server.api.ollama.generate import IN_BOTH as IN_OLLAMA
 from server.api.ollama.generate import IN_GENERATE, OllamaChatBody, OllamaGenerateBody, OllamaMessage
-from server.api.ollama.generate import IN_MESSAGE as IN_OLLAMA_MESSAGE
 from server.api.openai.chat import IN_CHAT, ChatBody
 from server.api.openai.generate import CompletionBody
 from server.api.responses.conversation import IN_INPUT, IN_RESPONSES, KNOWN, WITHOUT_EFFECT, InputBody, ResponsesBody
@@ -156,7 +155,7 @@ COUNTED = message_count_tokens_params.MessageCountTokensParams.__annotations__
         (_types.ChatRequest.model_fields, {*IN_OLLAMA, *OF_OLLAMA, *fields(OllamaChatBody)}),
         (_types.GenerateRequest.model_fields, {*IN_GENERATE, *OF_OLLAMA, *fields(OllamaGenerateBody)}),
         (ollama.Options.model_fields, {*IGNORED_OPTIONS, *fields(Options)}),
-        (ollama.Message.model_fields, {*IN_OLLAMA_MESSAGE, *fields(OllamaMessage)}),
+        (ollama.Message.model_fields, fields(OllamaMessage)),
     ],
 )
 def test_every_field_that_a_package_can_send_is_read_refused_or_documented(
