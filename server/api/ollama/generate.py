@@ -439,8 +439,7 @@ def _template_message(message: OllamaMessage, index: int = 0, first_new: int = 1
     given = message.model_dump(include=shown, exclude_none=True, by_alias=True)
     place = ("messages", index) if index >= first_new else None
     shown_images = [
-        image_part({"data": image}, place and (*place, number))
-        for number, image in enumerate(message.images or ())
+        image_part({"data": image}, place and (*place, number)) for number, image in enumerate(message.images or ())
     ]
     said = [*([{"text": message.content}] if message.content else []), *shown_images]
     return {"role": message.role, "content": said, **{name: value for name, value in given.items() if value}}

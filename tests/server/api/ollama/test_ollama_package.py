@@ -269,7 +269,7 @@ def test_images_and_tools_are_refused_in_words_where_there_are_none(engine: Fake
             client.chat("tiny", HI, tools=[WEATHER])
         with pytest.raises(ollama.ResponseError, match="'tiny' does not support thinking"):
             client.chat("tiny", HI, think=True)
-        with pytest.raises(ollama.ResponseError, match="messages.0.content.0.image: this model takes no images"):
+        with pytest.raises(ollama.ResponseError, match=r"messages\.0\.content\.0\.image: this model takes no images"):
             client.chat("tiny", [{**HI[0], "images": [b"x"]}])
     assert engine.requests == []
 
