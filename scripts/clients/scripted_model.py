@@ -5,7 +5,9 @@ three times as many of them, so this one is trained on the source of Python's st
 seed make the same model.
 """
 
+import copy
 import json
+import shutil
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from mlx_lm.models import qwen3
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from models.output.call_formats import HERMES, JSON, CallFormat, Tags
+from tests.support import tiny_models
 
 VOCAB_SIZE = 16_384
 CONTEXT_TOKENS = 262_144
@@ -83,6 +86,18 @@ def make_model(folder: Path, call_format: CallFormat = HERMES) -> Path:
     mx.random.seed(0)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    return folder
+
+
+def make_like(model: Path, config: dict[str, Any], folder: Path) -> Path:
+    """Writes a tiny model of another architecture with the tokenizer and template of `model`; returns the folder."""
+    config = copy.deepcopy(config)
+    inner = config.get("text_config", config)
+    inner |= {"vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT_TOKENS}
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    parameters = tree_flatten(tiny_models.make(config).parameters())  # type: ignore[no-untyped-call]
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(parameters), {"format": "mlx"})
+    _write_json(folder / "config.json", config)
     return folder
 
 

@@ -11,15 +11,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import uvicorn
 from numpy.typing import NDArray
 
-from models.inference.grammar import GrammarCompiler
 from models.output.call_formats import HERMES, CallFormat
-from models.output.grammar import Grammar, GrammarKind, OutputGrammar
+from models.output.grammar import CompiledGrammar, Grammar, GrammarKind, OutputGrammar
 from scripts.clients.scripted_model import TOOL_RESULT
 from server.api.connections import HttpConfig, Limits
 from server.app.config import ServerConfig
@@ -43,7 +42,18 @@ class Reply:
 
     def spelled(self, call_format: CallFormat) -> str:
         """Returns the reply as a model of this format writes it."""
-        return self.text + (written(call_format, [(self.tool, self.arguments)]) if self.tool else "")
+        call = written(call_format, [(self.tool, self.arguments)]) if self.tool else ""
+        return "\n".join(filter(None, (self.text, call)))
+
+
+@dataclass
+class Sent:
+    """A request as a client sent it, and the body of its answer."""
+
+    path: str
+    headers: list[tuple[str, str]]
+    body: str
+    answer: str = ""
 
 
 @dataclass
@@ -67,6 +77,13 @@ class Exchange:
         return np.concatenate([self.prompt, np.array(self.reply, dtype=np.int32)])
 
 
+class Binder(Protocol):
+    """Makes a grammar that a reply is bound to."""
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compiles a choice of texts."""
+
+
 class ScriptedEngine:
     """An engine whose answers are bound to a script. Stands for an `Engine`; event loop only.
 
@@ -75,18 +92,19 @@ class ScriptedEngine:
     """
 
     def __init__(
-        self, engine: Engine, binder: GrammarCompiler, decode: Callable[[Sequence[int]], str], call_format: CallFormat
+        self, engine: Engine, binder: Binder, decode: Callable[[Sequence[int]], str], call_format: CallFormat
     ) -> None:
         self._engine = engine
         self._call_format = call_format
         self._binder = binder
-        self._decode = decode
+        self.decode = decode
         self.replies: Sequence[Reply] = ()
         self.reply: Callable[[str], Reply] | None = None
         self.aside = "A small edit"
         self.exchanges: list[Exchange] = []
         self.refusals: list[str] = []
         """Requests that were answered with an error: method, path and status."""
+        self.sent: list[Sent] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -96,6 +114,7 @@ class ScriptedEngine:
         self.replies = replies
         self.exchanges = []
         self.refusals = []
+        self.sent = []
 
     def submit(self, request: GenerationRequest) -> Any:
         """Queues a request with its reply chosen."""
@@ -105,7 +124,7 @@ class ScriptedEngine:
             self.exchanges.append(exchange)  # open by now, for who waits until it is not
             return generation
         self.exchanges.append(exchange)
-        exchange.said = self._reply_to(self._decode(request.tokens.tolist()))
+        exchange.said = self._reply_to(self.decode(request.tokens.tolist()))
         choices = json.dumps([exchange.said.spelled(self._call_format)])
         compiled = self._binder.compile(Grammar(GrammarKind.CHOICE, choices))
         bound = replace(request, grammar=OutputGrammar(compiled), thinking=None)
@@ -144,16 +163,17 @@ class ScriptedEngine:
 
         Others are new text. What is told twice, as by reading a file again, counts too.
         """
-        seen, total = set[str](), 0.0
-        for exchange in self.exchanges:
-            if exchange.is_idle_work:
-                continue
+        return sum(self.again(self.answered()))
+
+    def again(self, exchanges: Sequence[Exchange]) -> Iterator[int]:
+        """Yields the same for each exchange of a conversation."""
+        seen = set[str]()
+        for exchange in exchanges:
             fresh = exchange.prompt[exchange.cached_tokens :].tolist()
-            lines = self._decode(fresh).splitlines()
+            lines = self.decode(fresh).splitlines()
             again = sum(len(line) + 1 for line in lines if line in seen)
-            total += len(fresh) * again / max(sum(len(line) + 1 for line in lines), 1)
-            seen.update(line for line in self._decode(exchange.known().tolist()).splitlines() if len(line) > 20)
-        return round(total)
+            yield round(len(fresh) * again / max(sum(len(line) + 1 for line in lines), 1))
+            seen.update(line for line in self.decode(exchange.known().tolist()).splitlines() if len(line) > 20)
 
     def _num_known(self, index: int) -> int:
         prompt = self.exchanges[index].prompt
@@ -182,19 +202,33 @@ class _Observed:
 
 
 class _Watched:
-    """An ASGI application that tells which requests were answered with an error."""
+    """An ASGI application that notes in the engine what was sent, and what was answered with an error."""
 
-    def __init__(self, app: Any, tell: Callable[[str], None]) -> None:
+    def __init__(self, app: Any, engine: ScriptedEngine) -> None:
         self._app = app
-        self._tell = tell
+        self._engine = engine
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = f"{scope['path']}?{scope['query_string'].decode()}".rstrip("?")
+        sent = Sent(path, [(name.decode(), value.decode()) for name, value in scope["headers"]], "")
+        if scope["method"] == "POST":
+            self._engine.sent.append(sent)
+
+        async def read() -> Any:
+            message = await receive()
+            sent.body += message.get("body", b"").decode(errors="replace")
+            return message
+
         async def watched(message: Any) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._tell(f"{scope['method']} {scope['path']}: {message['status']}")
+                self._engine.refusals.append(f"{scope['method']} {scope['path']}: {message['status']}")
+            sent.answer += message.get("body", b"").decode(errors="replace")
             await send(message)
 
-        await self._app(scope, receive, watched if scope["type"] == "http" else send)
+        await self._app(scope, read, watched)
 
 
 def _common(tokens: NDArray[np.int32], other: NDArray[np.int32]) -> int:
@@ -204,13 +238,18 @@ def _common(tokens: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 
 @contextmanager
-def scripted_server(model: Path, call_format: CallFormat = HERMES) -> Iterator[tuple[str, ScriptedEngine]]:
-    """Serves `model`, whose calls have this format; gives its base address and the engine to hand a script to."""
+def scripted_server(
+    model: Path, call_format: CallFormat = HERMES, binder: Binder | None = None
+) -> Iterator[tuple[str, ScriptedEngine]]:
+    """Serves `model`, whose calls have this format; gives its base address and the engine to hand a script to.
+
+    By default a reply is any tokens that spell it.
+    """
     config = ServerConfig(models=(str(model),), cache_memory_bytes=2 * 10**9, name="clients")
     service = open_service(config)
     service.engine.start()
-    tokenizer = _tokenizer(model)
-    binder = service.model.grammars
+    tokenizer = tokenizer_of(model)
+    binder = binder or service.model.grammars
     assert binder is not None
 
     def decode(ids: Sequence[int]) -> str:
@@ -218,11 +257,7 @@ def scripted_server(model: Path, call_format: CallFormat = HERMES) -> Iterator[t
 
     engine = ScriptedEngine(service.engine, binder, decode, call_format)
     try:
-        with _running(
-            _Watched(
-                create_app(cast(Engine, engine), service.model, config), lambda line: engine.refusals.append(line)
-            )
-        ) as url:
+        with _running(_Watched(create_app(cast(Engine, engine), service.model, config), engine)) as url:
             yield url, engine
     finally:
         service.engine.stop()
@@ -241,7 +276,8 @@ def demo_server() -> Iterator[str]:
         service.engine.stop()
 
 
-def _tokenizer(model: Path) -> Any:
+def tokenizer_of(model: Path) -> Any:
+    """Returns the tokenizer in a model's folder."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(model / "tokenizer.json"))

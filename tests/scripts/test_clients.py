@@ -14,9 +14,10 @@ from models.names import DEMO_FOLDER
 from models.output.call_formats import find_call_format
 from scripts.clients.__main__ import CALL_FORMATS
 from scripts.clients.agents import AGENTS
+from scripts.clients.interleaved import Spelling
 from scripts.clients.packages import BENCHMARKS, PACKAGES, PROGRAMS
 from scripts.clients.scripted_model import call_template
-from scripts.clients.scripted_server import Reply, ScriptedEngine, scripted_server
+from scripts.clients.scripted_server import Reply, ScriptedEngine, scripted_server, tokenizer_of
 from tests.support.call_writer import written
 
 READ: Any = {
@@ -56,6 +57,25 @@ def test_an_agents_turns_follow_the_script(served: tuple[OpenAI, ScriptedEngine]
     assert last.choices[0].message.content == "Done."
     assert [exchange.cached_tokens > 0 for exchange in engine.answered()] == [False, True]
     assert engine.reused_share() >= 0.95
+
+
+def test_a_reply_in_the_tokenizers_own_tokens_is_reused_at_once() -> None:
+    with (
+        scripted_server(DEMO_FOLDER, binder=Spelling(DEMO_FOLDER)) as (url, engine),
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        engine.begin(SCRIPT[1:])
+        messages: list[Any] = [{"role": "user", "content": "Say it."}]
+        said = (
+            client.chat.completions.create(model="demo", messages=messages, tools=[READ]).choices[0].message.content
+        )
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Again."}]
+        client.chat.completions.create(model="demo", messages=messages, tools=[READ])
+        first, second = engine.answered()
+        assert first.reply == tokenizer_of(DEMO_FOLDER).encode("Done.").ids
+        assert second.cached_tokens >= len(first.known()) - 1
+        assert [sent.path for sent in engine.sent] == ["/v1/chat/completions"] * 2
+        assert json.loads(engine.sent[0].body)["messages"] == messages[:1]
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
