@@ -83,7 +83,7 @@ def _reader_of(data: bytes) -> Callable[[bytes], ImageHeader]:
         return _read_webp
     reader = next((read for start, read in starts.items() if data.startswith(start)), None)
     if reader is None:
-        kind = "a PDF" if data.startswith(b"%PDF") else "of another kind"
+        kind = "a PDF" if data.startswith(b"%PDF") else "of another kind" if data else "empty"
         raise InvalidImage(f"only PNG, JPEG, WEBP and GIF images are read, and this file is {kind}")
     return reader
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 MAX_NEW_IMAGES = 20
 UNREAD = "[{}: this model reads none]"
 """What stands in a prompt for a picture, a document, a sound or a film."""
+UNREADABLE = "[image: it cannot be read]"
+"""What a model that sees images is shown for one of the history that is damaged or was not sent."""
 _SHOWN_ROLES = ("user", "tool")
 
 
@@ -79,7 +81,7 @@ def _opened(given: GivenImage, words: Mapping[str, Any], vision: "Vision | None"
     except InvalidImage as error:
         if given.place is not None:
             raise refuse_media(given.place, "image", str(error)) from error
-        return words
+        return {**words, "text": UNREADABLE}
     return {**words, "text": picture.label, "picture": picture}
 
 
@@ -87,7 +89,11 @@ def encoded_image(part: Mapping[str, Any]) -> bytes:
     """The file in a part of any dialect, a data: URL or base64; raises InvalidImage."""
     source, url = part.get("source"), part.get("image_url")
     held = source if isinstance(source, Mapping) else part
-    found = url.get("url") if isinstance(url, Mapping) else url or held.get("url") or held.get("data")
+    found = (
+        url.get("url")
+        if isinstance(url, Mapping)
+        else url or held.get("url") or held.get("data") or held.get("image")
+    )
     if not isinstance(found, str) or part.get("file_id") or held.get("file_id"):
         raise InvalidImage("an image is sent in its message, as base64 or a data: URL; files are not kept here")
     if found.startswith("data:"):

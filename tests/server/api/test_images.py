@@ -12,7 +12,7 @@ from models.errors import InvalidImage
 from models.prompt.pictures import Picture
 from models.vision.image_files import read_header
 from server.api.conversation import cut_at_last_point, next_turn_request
-from server.api.images import MAX_NEW_IMAGES, UNREAD
+from server.api.images import MAX_NEW_IMAGES, UNREAD, UNREADABLE, image_part, with_pictures
 from server.app.config import ServerConfig
 from server.engine.request import GenerationRequest
 from tests.models.prompt.test_pictures_in_templates import renderer_of
@@ -129,6 +129,14 @@ def test_a_bad_image_is_refused_when_new_and_a_line_later(name: str) -> None:
     assert later.status_code == 200
     request = asked.request(MESSAGES, user(text("See:"), bad, block(A)), SEEN, ASKED)
     assert shown(request) == [A]
+
+
+def test_a_model_that_sees_is_not_told_that_it_reads_no_images() -> None:
+    vision: Any = SimpleNamespace(open=opened)
+    history = [user(image_part({"image": encoded(DAMAGED)}), image_part({"image": encoded(A)}))]
+    (message,) = with_pictures(history, vision)
+    assert [part.get("picture") is not None for part in message["content"]] == [False, True]
+    assert message["content"][0]["text"] == UNREADABLE
 
 
 @pytest.mark.parametrize(
