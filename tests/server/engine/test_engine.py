@@ -481,11 +481,15 @@ def test_a_request_that_cannot_be_ended_keeps_no_other_from_its_end() -> None:
         worker.step = broken
 
     async def run() -> None:
-        readings = [aiter(served.engine.submit(request(name, max_tokens=100))) for name in ("a", "b")]
-        for reading in readings:
-            await asyncio.wait_for(anext(reading), 120)
-        await served.engine.execute(sabotage)
-        assert [type([event async for event in reading][-1]) for reading in readings] == [Failed, Failed]
+        served.runner.gate.clear()
+        readings = [served.engine.submit(request(name, max_tokens=100)) for name in ("a", "b")]
+        await served.runner.reaches_gate()  # else both may have ended before the sabotage
+        sabotaged = asyncio.ensure_future(served.engine.execute(sabotage))
+        await asyncio.sleep(0)
+        served.runner.gate.set()
+        await asyncio.wait_for(sabotaged, 120)
+        ends = await asyncio.wait_for(asyncio.gather(*map(collect, readings)), 120)
+        assert [type(events[-1]) for events in ends] == [Failed, Failed]
         assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("c"))), 120))[-1], Finished)
 
     asyncio.run(run())
