@@ -546,7 +546,10 @@ def answered(block: dict[str, Any]) -> dict[str, Any]:
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "no images"),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "or files"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "no model here takes a document",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "role user"),
         ({"messages": [HI, answered({"type": "tool_result", "tool_use_id": "a"}), HI]}, "role assistant"),
         ({"messages": [HI, answered({"type": "server_tool_use"}), HI]}, "Anthropic's servers"),
