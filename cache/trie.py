@@ -415,7 +415,7 @@ class PrefixTrie(TokenTrie[Node]):
         return node
 
     def _count(self, before: Holding, *after: Holding) -> None:
-        """Counts a node's change: what it held before, and what it is now (nothing, the node, or its halves)."""
+        """Counts a changed node: subtracts what it held `before`, adds what is in its place `after`, if anything."""
         last = self.held
         self.held = Holding(*(total - old + sum(new) for total, old, *new in zip(last, before, *after, strict=True)))
         self._count_bytes(self.held.num_bytes - last.num_bytes)

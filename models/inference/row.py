@@ -1,4 +1,4 @@
-"""Rows: sequences while they decode, and groups of them, whose buffers hold their state. Worker thread only.
+"""A row is a sequence while it decodes; a group holds the state of several rows in its buffers. Worker thread only.
 
 A step evaluates a row's *feed*: its *known* tokens, chosen but not yet in its caches, and its *draft*, a guess at the
 tokens after them. The step samples after the last known token and after each one of the draft, all as steps of one

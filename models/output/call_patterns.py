@@ -194,7 +194,7 @@ class Patterns:
     def raw_ends(self, closers: tuple[str, ...], keys: tuple[str, ...], opener: str) -> Ends:
         """Ends of a text in a literal after the quote `opener`.
 
-        It stands within `closers`, the innermost first; `keys` are those of the outermost.
+        The text stands within open brackets. `closers` close these, the innermost first; `keys` are the outermost's.
         """
         quote = re.escape(self.body.quote)
         mark = rf"(?:{quote}|[\"'])?"

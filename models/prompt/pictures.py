@@ -1,4 +1,4 @@
-"""Pictures of a prompt: their ids among its tokens, their places, and the positions that follow. Pure.
+"""Pictures in a prompt: which ids stand for them, at which places, and which positions follow them. Pure.
 
 A picture takes one place for each of its tokens. The places hold negative ids that are made of a digest of the file
 and its processing, so that trie, slots and disk share its state as that of words. Different pictures differ at their

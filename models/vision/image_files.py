@@ -1,8 +1,8 @@
 """Encoded images: what their headers say, read without decoding, and their pixels.
 
-Whether a file is whole, which size it has and how it is turned is found by a walk over its parts: in milliseconds,
-with no memory, whatever the file says. PNG (W3C, 2003) has a checksum for each part; JPEG (ITU-T T.81), WEBP
-(RFC 9649) and GIF (89a) are cut short where their end is missing. Any thread.
+A walk over a file's parts tells whether the file is whole, its size, and how the image is turned. The walk takes
+milliseconds and no memory, whatever the file says. PNG (W3C, 2003) has a checksum for each part; JPEG (ITU-T T.81),
+WEBP (RFC 9649) and GIF (89a) are cut short where their end is missing. Any thread.
 """
 
 import io

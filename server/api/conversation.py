@@ -103,7 +103,7 @@ class Conversation:
     is_compaction: bool | None = None
     """Whether the client says that it sums the conversation up; None in an API in which clients do not say."""
     heals: Sequence[Heal] = ()
-    """What is shown otherwise than sent."""
+    """Changes that the server made to what the client sent."""
 
     def prepared_for(self, model: ServedModel, healed: "ShownAsBefore | None" = None) -> "Conversation":
         """Adds the name's defaults, and shows it as `healed` does."""

@@ -158,7 +158,7 @@ class Heal(NamedTuple):
 
 @dataclass(frozen=True)
 class Healed:
-    """What was shown otherwise than sent."""
+    """The changes that the server made to a prompt before it showed it to the model."""
 
     kinds: tuple[HealKind, ...]
     saved_tokens: int

@@ -488,7 +488,7 @@ def _in_flight_bytes(config: EngineConfig) -> int:
 
 
 def _bytes_aside(config: EngineConfig) -> int:
-    """What is no state of tokens: the features of pictures, and state on its way to or from disk."""
+    """Bytes of the budget that are kept for the features of pictures, and for state on its way to or from disk."""
     return config.feature_bytes + (2 * _in_flight_bytes(config) if config.disk_folder is not None else 0)
 
 
