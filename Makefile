@@ -21,6 +21,7 @@ help:
 	@echo "make bench           run the benchmarks; results go to results/ (ARGS='decode trie')"
 	@echo "make clients         try client packages and coding agents, as pip and npm bring them (ARGS='opencode litellm', ARGS=benchmarks)"
 	@echo "make architectures   try every architecture of mlx-lm, built tiny, and write docs/architectures.md"
+	@echo "                     (PROVIDER=1: those of mlx-vlm that mlx-lm lacks, and docs/architectures-mlx-vlm.md)"
 	@echo "make compat          run the tests that touch mlx-lm with each version of it that is allowed (ARGS=0.32.1)"
 	@echo "make load            prove that bad input, many clients and slow ones do no harm (ARGS='fuzz --seed 7')"
 	@echo "make lock            resolve the dependencies anew into requirements.lock and requirements-dev.lock"
@@ -59,7 +60,8 @@ clients: dev
 	@$(PY) -m scripts.clients $(ARGS)
 
 architectures: dev
-	@$(PY) -m scripts.architectures --out docs/architectures.md --at-least 90 $(ARGS)
+	@$(PY) -m scripts.architectures $(if $(PROVIDER),--provider --out docs/architectures-mlx-vlm.md --at-least 9,\
+		--out docs/architectures.md --at-least 90) $(ARGS)
 
 compat: dev
 	@$(PY) -m scripts.compat $(ARGS)

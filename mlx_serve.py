@@ -5,6 +5,7 @@ that name may come first on the path.
 """
 
 import platform
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,6 +19,10 @@ ADVICE = "install mlx-serve into an environment of its own"
 
 def main() -> NoReturn:
     """Runs the process's command, and ends the process."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # The imports take a second or two. What Python calls at the end of each drops a KeyboardInterrupt, and a
+        # Ctrl-C would be lost; so until a command is imported, it ends the process.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         if sys.argv[1:] == ["--version"]:
             # `--version` needs no more, so nothing else is imported.
@@ -33,7 +38,7 @@ def main() -> NoReturn:
 
         run()
     except KeyboardInterrupt:
-        # The imports take a second or two; a Ctrl-C in them is no error. 130 is what shells expect after SIGINT.
+        # 130 is what shells expect after SIGINT.
         sys.exit(130)
 
 

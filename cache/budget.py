@@ -200,6 +200,9 @@ class CacheStats:
     live_bytes: int = 0
     budget_bytes: int = 0
     bytes_per_token: float = 0.0
+    stored_bytes_per_token: float = 0.0
+    stored_form: str = ""
+    """Words for which state is stored in 8 bits; empty without `--cache-bits`."""
     num_evictions: int = 0
     moved: MovedState = field(default_factory=MovedState)
     keeps_on_disk: bool = False

@@ -52,6 +52,8 @@ class Chance(float, Enum):
     LANDING = 1 / 20
     """Where the newest turn continued from."""
     PROMPT = 1 / 60
+    FEATURES = 1 / 80
+    """Of a picture: wanted where the state after it is gone, or in another conversation."""
     LEFT = 1 / 100
     """The session continued elsewhere."""
     LEFT_ROWS = 1 / 1000
@@ -327,8 +329,8 @@ class EvictionOrder:
         """Records a sequence restored at a node, or recorded up to it."""
         node.last_used = now
         above: Node | None = node
-        while above is not None and above.last_used_behind < now:
-            above.last_used_behind = now
+        while above is not None and above.last_used_below < now:
+            above.last_used_below = now
             above = above.parent
         self.changed(node)
 
@@ -456,7 +458,7 @@ class EvictionOrder:
         num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
         base = self._base(node)
         chance = self._chance_within(node) if base or not node.last_used else Chance.FIRST
-        return Candidate(node, num_bytes, node.stop - base, node.last_used_behind, chance, node.is_explicit)
+        return Candidate(node, num_bytes, node.stop - base, node.last_used_below, chance, node.is_explicit)
 
     def _of_leaf(self, node: Node) -> Candidate:
         last_used = node.last_used

@@ -9,6 +9,8 @@ ring of places, so that the oldest text of all makes way for a new one. Invarian
   look.
 """
 
+import hashlib
+import secrets
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +23,7 @@ import numpy as np
 
 from cache.types import TokenArray
 
+SALT_BYTES = 16
 SHORTEST_MATCH = 3
 LONGEST_COMPARED = 32
 """Tokens back from a place that are compared with the output."""
@@ -130,7 +133,7 @@ class LiveText(_Chains):
         """The hash of the last three tokens."""
         self.is_forgotten = False
         self._history = history
-        self._salt = _salt(namespace)
+        self._salt = history.salt_of(namespace)
 
     def push(self, token: int) -> None:
         """Adds a token."""
@@ -191,7 +194,11 @@ class History:
     A namespace's `stored` texts are read once its first text comes.
     """
 
-    def __init__(self, max_bytes: int = 32 << 20, stored: StoredTexts | None = None) -> None:
+    def __init__(
+        self, max_bytes: int = 32 << 20, stored: StoredTexts | None = None, salt: bytes | None = None
+    ) -> None:
+        """`salt`, random by default, must stay unknown to clients: see `salt_of`."""
+        self._salt = secrets.token_bytes(SALT_BYTES) if salt is None else salt
         self._max_places = max_bytes // PLACE_BYTES
         self.chains = _Chains()
         self._texts: list[FinishedText] = []
@@ -218,7 +225,12 @@ class History:
 
     def _add(self, namespace: str, tokens: TokenArray, session_id: str | None) -> None:
         text = self._allocate(len(tokens), namespace, session_id)
-        self.chains.write(text.start + 1, tokens, _salt(namespace))
+        self.chains.write(text.start + 1, tokens, self.salt_of(namespace))
+
+    def salt_of(self, namespace: str) -> int:
+        """Unknown to clients, else one could choose a `cache_salt` whose texts crowd another's out of chains."""
+        digest = hashlib.blake2b(namespace.encode(), digest_size=8, key=self._salt).digest()
+        return int.from_bytes(digest, "little") & _HASH_MASK
 
     def begin(self, namespace: str, session_id: str | None = None) -> LiveText:
         """An output that grows."""
@@ -274,10 +286,10 @@ class History:
 
     def _make_way(self, start: int, stop: int) -> int:
         """Drops the texts that begin in `[start, stop)`; returns where in the order they stood."""
-        first, behind = (bisect_left(self._texts, place, key=_start_of) for place in (start, stop))
-        for text in self._texts[first:behind]:
+        first, after = (bisect_left(self._texts, place, key=_start_of) for place in (start, stop))
+        for text in self._texts[first:after]:
             self._drop(text)
-        del self._texts[first:behind]
+        del self._texts[first:after]
         return first
 
     def _drop(self, text: FinishedText) -> None:
@@ -337,11 +349,6 @@ class HistoryFollower:
         if match is not None:
             self._text, place, self._length = match
             self._tokens, self._next = self._history.chains.tokens, place + 1
-
-
-def _salt(namespace: str) -> int:
-    """Unknown to clients, else one could choose a `cache_salt` whose texts crowd another's out of chains."""
-    return hash(namespace) & _HASH_MASK
 
 
 class PredictionFollower:

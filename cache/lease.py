@@ -53,6 +53,8 @@ class Lease:
         """Restored tokens, at most `match_tokens`."""
         self.tier = tier
         """None if nothing was restored."""
+        self.rounded_tokens = sum(node.stop - node.start for node in slot.tip.path() if node.is_rounded)
+        """Of `hit_tokens`, those whose state was rounded to 8 bits."""
         self.is_open = True
         self._points = {point.offset: point for point in points}
 
@@ -102,6 +104,11 @@ class Lease:
         # The snapshot at the prompt's end can be evicted only once the trie has the tokens after it.
         self._commit()
         return self._reclaimer.try_grow(self._slot, max_tokens, needed)
+
+    def publish(self) -> None:
+        """Lets other prompts restore all tokens so far. The caches must be evaluated."""
+        if not self.is_lost:
+            self._commit()
 
     def append(self, *tokens: int) -> None:
         """Records tokens of a decode step; the first of all is the prompt's last."""

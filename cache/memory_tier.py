@@ -1,9 +1,9 @@
-"""The memory tier: the tries of all namespaces, their bytes, eviction when memory is short, and pins against it.
+"""The memory tier: all namespaces' tries, features of pictures, their bytes, eviction, and pins against it.
 
-The ledger's stored bytes are the bytes of all nodes, counted as nodes change. A leaf is evicted whole, of an inner
-node only the snapshot, a node that lives in a slot never. So a pin protects the spans above too. An *explicit* pin
-holds until released, a *soft* pin until a given time, or until a request would have to wait or fail. Slots are paged
-out regardless: that loses nothing.
+The ledger's stored bytes are those of all nodes, counted as nodes change, and of features. A leaf is evicted whole,
+of an inner node only the snapshot, a node that lives in a slot never. So a pin protects the spans above too. An
+*explicit* pin holds until released, a *soft* pin until a given time, or until a request would have to wait or fail.
+Slots are paged out regardless: that loses nothing.
 """
 
 import contextlib
@@ -11,7 +11,9 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+from weakref import WeakSet
 
 from cache.budget import EvictionReason, Happening, Journal, Ledger, PinLimit
 from cache.disk.connector import DiskConnector
@@ -28,8 +30,67 @@ MAX_NAMESPACES = 1024
 """The most namespaces, since eviction visits all."""
 FORGOTTEN_PART = 64
 """At the limit, one in so many is forgotten at once."""
+ROUNDED_TOKENS = 256
+"""Tokens whose stored state is rounded to 8 bits between two steps: far cheaper than to evaluate as many."""
 MAX_EXTRA = 32
 """Superseded or unusable candidates evicted beyond a round's target."""
+
+
+FeaturesKey: TypeAlias = tuple[str, bytes]
+"""Namespace, and a picture's digest."""
+
+
+@dataclass(eq=False)
+class _Kept:
+    value: Any
+    entry: Candidate
+    users: "WeakSet[Any]"
+
+
+class KeptFeatures:
+    """Features of pictures, charged to the ledger. Worker thread only."""
+
+    def __init__(self, ledger: Ledger, clock: RequestClock) -> None:
+        self._ledger, self._clock = ledger, clock
+        self._kept: dict[FeaturesKey, _Kept] = {}
+
+    def recall(self, key: FeaturesKey, user: Any) -> Any:
+        """A picture's features, if they are kept. The features stay while `user` lives."""
+        if (kept := self._kept.get(key)) is None:
+            return None
+        kept.entry = replace(kept.entry, last_used=self._clock.now)
+        kept.users.add(user)
+        return kept.value
+
+    def keep(self, key: FeaturesKey, value: Any, num_bytes: int, num_tokens: int, user: Any) -> None:
+        """Charges features that take as long to make as `num_tokens`; whoever calls frees memory for them."""
+        entry = Candidate(key, num_bytes, num_tokens, self._clock.now, Chance.FEATURES)
+        self._kept[key] = _Kept(value, entry, WeakSet([user]))
+        self._ledger.store(num_bytes)
+
+    def in_order(self) -> list[Candidate]:
+        """What nobody uses, the least value first."""
+        free = (kept.entry for kept in self._kept.values() if not kept.users)
+        return sorted(free, key=lambda entry: entry.rank(self._clock.now))
+
+    def drop(self, entry: Candidate) -> None:
+        """Forgets features."""
+        del self._kept[entry.key]
+        self._ledger.store(-entry.num_bytes)
+
+    def clear(self, namespace: str | None) -> None:
+        """Forgets those of one namespace, or all, that nobody uses."""
+        for entry in self.in_order():
+            if namespace in (None, entry.key[0]):
+                self.drop(entry)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(kept.entry.num_bytes for kept in self._kept.values())
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(kept.entry.num_bytes for kept in self._kept.values() if kept.users)
 
 
 class MemoryTier:
@@ -42,6 +103,7 @@ class MemoryTier:
         """Gets what is evicted; None without a disk tier, or once closed."""
         self.journal = disk.tier.journal if disk is not None else Journal()
         self.clock = RequestClock()
+        self.features = KeptFeatures(self.ledger, self.clock)
         self.num_evictions = 0
         self.evictions = Counter[str]()
         self.find_awaited: Callable[[], Set[Node]] = frozenset
@@ -51,6 +113,11 @@ class MemoryTier:
         self._empty_leaves: dict[Node, None] = {}
         self.order = EvictionOrder(layout, self._find_over_share)
         """Must be told how nodes are used."""
+        self._exact: dict[Node, None] = {}
+        """Nodes with stored state to be rounded, the oldest first."""
+        self.may_round = True
+        """Only on the worker thread, whose MLX streams nobody else may have."""
+        self._rounding = self._round()
 
     def trie(self, namespace: str, in_use: Iterable[str]) -> PrefixTrie:
         """Returns a namespace's trie; makes a missing one, and forgets empty ones not `in_use`.
@@ -60,9 +127,24 @@ class MemoryTier:
         trie = self.tries.pop(namespace, None)
         if trie is None:
             self._forget_idle(set(in_use))
-            trie = PrefixTrie(self.ledger.store, namespace, self.order.changed, self.order.snapped)
+            trie = PrefixTrie(self.ledger.store, namespace, self._changed, self._snapped)
         self.tries[namespace] = trie
         return trie
+
+    def _changed(self, node: Node) -> None:
+        self.order.changed(node)
+        self._note_form(node)
+
+    def _snapped(self, node: Node) -> None:
+        self.order.snapped(node)
+        self._note_form(node)
+
+    def _note_form(self, node: Node) -> None:
+        if self.layout.form.is_exact:
+            return
+        node.is_rounded = node.is_rounded or (node.span is not None and node.span.is_rounded)
+        if self._can_round(node):
+            self._exact[node] = None
 
     def _forget_idle(self, in_use: set[str]) -> None:
         is_full = len(self.tries) >= MAX_NAMESPACES
@@ -80,7 +162,7 @@ class MemoryTier:
         return self.tries.get(namespace) or PrefixTrie()
 
     def _find_over_share(self) -> set[str]:
-        held_bytes = {name: trie.held.num_bytes for name, trie in self.tries.items()}
+        held_bytes = {name: trie.holding.num_bytes for name, trie in self.tries.items()}
         return over_share(held_bytes, self.ledger.budget_bytes)
 
     def nodes(self) -> Iterator[Node]:
@@ -89,6 +171,7 @@ class MemoryTier:
 
     def clear(self, namespace: str | None) -> None:
         """Drops one namespace's state, or all, that lives in no slot."""
+        self.features.clear(namespace)
         for trie in [trie for name, trie in self.tries.items() if namespace in (None, name)]:
             while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
                 for node in leaves:
@@ -119,6 +202,62 @@ class MemoryTier:
         for node in leaves:
             self._drop_empty(node, ())
 
+    # -- rounding to 8 bits
+
+    @property
+    def has_exact(self) -> bool:
+        """Whether stored state is still to be rounded."""
+        return self.may_round and bool(self._exact)
+
+    def round_stored(self, num_tokens: float, target_bytes: int = -1) -> None:
+        """Rounds state of about `num_tokens`, until `target_bytes` are charged; what an error meets stays exact.
+
+        Nothing else may be under way on the device.
+        """
+        left = num_tokens * max(self.layout.bytes_per_token, 1.0)
+        while self.has_exact and left > 0 and self.ledger.charged_bytes > target_bytes:
+            try:
+                left -= next(self._rounding, math.inf)
+            except Exception as error:
+                logger.warning("stored state stays exact: %s", error)
+                del self._exact[next(iter(self._exact))]
+                self._rounding = self._round()
+
+    def _round(self) -> Iterator[int]:
+        """Yields the bytes of each piece."""
+        while True:
+            node = next(iter(self._exact), None)
+            if node is None:
+                yield 0
+                continue
+            yield from self._round_rows(node)
+            snapshot = node.snapshot
+            if snapshot is not None and snapshot.recurrent is not None:
+                rounded = self.layout.rounded_recurrent(snapshot.recurrent)
+                node.trie.snap(node, Snapshot(snapshot.offset, snapshot.window, rounded))
+                yield snapshot.num_bytes
+            if not self._can_round(node):
+                self._exact.pop(node, None)
+
+    def _round_rows(self, node: Node) -> Iterator[int]:
+        """Ends where the node's rows were moved or cut meanwhile."""
+        span = node.span
+        if span is None:
+            return
+        piece_bytes = int(ROUNDED_TOKENS * self.layout.bytes_per_token)
+        for num_bytes, rounded in self.layout.rounding(span, piece_bytes):
+            if node.span is not span:
+                return
+            if rounded is not span:
+                node.trie.store(node, rounded)
+                span = rounded
+            yield num_bytes
+
+    def _can_round(self, node: Node) -> bool:
+        return self.layout.can_round(node.span, node.snapshot.recurrent if node.snapshot is not None else None)
+
+    # -- eviction
+
     def evict(self, target_bytes: int, kept: Collection[Node], *, guards_sessions: bool = False) -> None:
         """Evicts in order until `target_bytes` are charged, or only `kept` nodes are left.
 
@@ -127,12 +266,15 @@ class MemoryTier:
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
-        awaited = frozenset(self.find_awaited())
+        awaited, features = frozenset(self.find_awaited()), self.features.in_order()
         rounds = [(guards_sessions, awaited), (False, awaited), (False, frozenset[Node]())]
         for spares_sessions, spared in dict.fromkeys(rounds):
             popped = list[Candidate]()
             try:
                 for victim in self._in_order(target_bytes, popped):
+                    self._drop_features(features, target_bytes, victim)
+                    if self.ledger.charged_bytes <= target_bytes and victim.chance > Chance.SUPERSEDED:
+                        break
                     is_guarded = spares_sessions and (victim.is_session_end or victim.is_explicit)
                     node = victim.key
                     if not is_guarded and node not in spared and node not in kept and _is_evictable(node):
@@ -142,6 +284,15 @@ class MemoryTier:
                     self.order.put_back(victim)
             if self.ledger.charged_bytes <= target_bytes:
                 return
+        self._drop_features(features, target_bytes)
+
+    def _drop_features(self, features: list[Candidate], target_bytes: int, before: Candidate | None = None) -> None:
+        """Drops the first features, those that are worth less than `before` if given."""
+        now = self.clock.now
+        while features and self.ledger.charged_bytes > target_bytes:
+            if before is not None and features[0].rank(now) > before.rank(now):
+                return
+            self.features.drop(features.pop(0))
 
     def _in_order(self, target_bytes: int, popped: list[Candidate]) -> Iterator[Candidate]:
         """Yields candidates, superseded or unusable ones beyond `target_bytes` too; `popped` gets all."""
@@ -209,7 +360,7 @@ class MemoryTier:
         for trie in self.tries.values():
             trie.check()
         self.order.check(self.nodes())
-        stored = sum(trie.held.num_bytes for trie in self.tries.values())
+        stored = sum(trie.holding.num_bytes for trie in self.tries.values()) + self.features.num_bytes
         assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
 
 
@@ -284,7 +435,7 @@ class Pins:
         self._pins[name] = nodes, until
 
     def _bytes_of(self, nodes: set[Node]) -> int:
-        per_token = self._memory.layout.bytes_per_token
+        per_token = self._memory.layout.stored_bytes_per_token
         snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
         return snapshots + sum(
             node.span.num_bytes if node.span is not None else int(len(node.tokens) * per_token)

@@ -100,6 +100,8 @@ class Pager:
             if snapshot is None or snapshot.recurrent is None or snapshot.offset != offset:
                 raise AssertionError(f"no recurrent state to restore at {offset}")
             self.layout.put_recurrent(slot.caches, snapshot.recurrent)
+            for node in landing.path() if snapshot.recurrent.is_rounded else ():
+                node.is_rounded = True
 
     def page_out(self, slot: Slot, keep: int) -> None:
         """Takes `[keep, …)` out of a slot: nodes live only there are stored, others get another home.
@@ -293,9 +295,10 @@ class Pager:
             self.shared.separate(slot.caches)
         return slot.caches
 
-    def copy_live(self, node: Node) -> Segment:
-        """Copies the rows of a live node."""
-        (segment,) = self.layout.cut_spans(self._separated(node.home), [(node.start, node.stop)])
+    def copy_live(self, node: Node, start: int = 0, stop: int | None = None) -> Segment:
+        """Copies the rows of a live node, or those in `[start, stop)`."""
+        rows = max(start, node.start), node.stop if stop is None else min(stop, node.stop)
+        (segment,) = self.layout.cut_spans(self._separated(node.home), [rows])
         return segment
 
     def check(self) -> None:

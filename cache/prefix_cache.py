@@ -15,7 +15,7 @@ from cache.disk.tier import DiskTier, Prefetch
 from cache.history import History
 from cache.layers.layout import CHUNK_TOKENS, Layout
 from cache.lease import Lease, PrivateLease, Tier
-from cache.memory_tier import MemoryTier, Pins, path_nodes
+from cache.memory_tier import ROUNDED_TOKENS, MemoryTier, Pins, path_nodes
 from cache.pager import Pager
 from cache.reclaim import Reclaimer, is_in_place
 from cache.slots import CacheRequest, Lookup, LookupResult, Slot, choose_slot, look_up
@@ -39,10 +39,14 @@ class PrefixCache:
         chunk_tokens: int = CHUNK_TOKENS,
         layout: Layout | None = None,
         disk: DiskTier | None = None,
+        salt: bytes | None = None,
     ) -> None:
-        """`layout` defaults to that of `make_caches`; `disk` gets idle state, and state beyond the budget."""
+        """`layout` defaults to that of `make_caches`; `disk` gets idle state, and state beyond the budget.
+
+        `salt`: see `History`.
+        """
         self.layout = layout or Layout(make_caches(), chunk_tokens)
-        self.history = History(stored=disk.tree if disk is not None else None)
+        self.history = History(stored=disk.tree if disk is not None else None, salt=salt)
         connector = DiskConnector(disk, self.layout) if disk is not None else None
         self.memory = MemoryTier(self.layout, budget_bytes, connector)
         self.ledger = self.memory.ledger
@@ -55,7 +59,9 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------------ for requests
 
     def begin(self, request: CacheRequest) -> Lease | None:
-        """Gives a prompt a slot, restored as far as possible; None if it must wait for another request.
+        """Gives a prompt a slot, restored as far as possible; None if it must wait.
+
+        The prompt waits for another request, or for stored state to be rounded.
 
         Raises BudgetExceeded if the prompt can never fit, PinnedFull if not while other state is pinned.
         """
@@ -177,10 +183,17 @@ class PrefixCache:
         self, request: CacheRequest, slot: Slot, result: LookupResult, capacity: int
     ) -> LookupResult | None:
         """Shares a head where that pays, and frees memory: what memory still holds; None if the request must wait."""
-        if self.reclaimer.invite(slot, result, capacity):
+        if self.reclaimer.invite(slot, result, capacity, is_wanted=request.wants_head):
             result = self._find_in_memory(request.lookup)
         offset = result.restorable_in(slot)
-        if self.reclaimer.excess_for(slot, result.path, offset, capacity) <= 0:
+        excess = self.reclaimer.excess_for(slot, result.path, offset, capacity)
+        if self.layout.form.rows and not result.shared[slot.index]:
+            # What the slot holds will be stored, and can be rounded before anything is evicted.
+            excess += self.ledger.slot_bytes(slot.index)
+            if excess > 0:
+                self.pager.page_out(slot, 0)
+                result = self._find_in_memory(request.lookup)
+        if excess <= 0:
             return result
         is_shared = self.ledger.slot_bytes(ASIDE) > 0 or any(other.is_leased for other in self.slots)
         missing = self.reclaimer.free_for(slot, result.path, offset, capacity, or_nothing=is_shared)
@@ -281,7 +294,13 @@ class PrefixCache:
     # -------------------------------------------------------------------------------------------------- disk
 
     def save(self) -> Iterator[None]:
-        """Writes unsaved state worth keeping, the last used first, a piece a step. Invalid after any other call."""
+        """Rounds stored state, then writes what is unsaved and worth keeping, the last used first, a piece a step.
+
+        Invalid after any other call.
+        """
+        while self.memory.has_exact:
+            self.memory.round_stored(ROUNDED_TOKENS)
+            yield
         if self.memory.disk is None:
             return
         leaves = [node for node in self.memory.nodes() if not node.children]
@@ -320,13 +339,13 @@ class PrefixCache:
             self.pager.page_out(slot, 0)
         self.pager.page_out_heads()
         self.pager.take_back_padding()
-        self.pager.make_caches = _no_caches
+        self.pager.make_caches, self.memory.may_round = _no_caches, False
         self.pager.shared = None
         self.use_awaited(tuple)
 
     def resume(self, make_caches: Callable[[], list[LayerCache]], budget_bytes: int) -> None:
         """Continues after `park`, on the worker thread of the reloaded model."""
-        self.pager.make_caches = make_caches
+        self.pager.make_caches, self.memory.may_round = make_caches, True
         self.try_resize(budget_bytes)
 
     # ------------------------------------------------------------------------------------------------- state
@@ -340,6 +359,8 @@ class PrefixCache:
             live_bytes=self.ledger.live_bytes,
             budget_bytes=self.ledger.budget_bytes,
             bytes_per_token=self.layout.bytes_per_token,
+            stored_bytes_per_token=self.layout.stored_bytes_per_token,
+            stored_form=self.layout.form.told,
             num_evictions=self.memory.num_evictions,
             moved=self.journal.moved,
             keeps_on_disk=tier is not None,

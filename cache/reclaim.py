@@ -23,6 +23,8 @@ from cache.trie import Node
 
 logger = logging.getLogger(__name__)
 
+MAX_ROUNDED_TOKENS = 1024
+"""Tokens whose stored state is rounded at once while requests run: twice what a row grows by."""
 MIN_HEAD_TOKENS = 256
 """Where memory is short; a shorter head saves less than a buffer grows by, and costs every step."""
 
@@ -50,12 +52,14 @@ class Reclaimer:
         busy: Slot | None = None,
         is_background: bool = False,
         or_nothing: bool = False,
+        may_wait: bool = False,
     ) -> int:
         """Frees `excess_bytes`, by default what is charged beyond the budget; returns the bytes not freed.
 
         What an error takes was of another sequence, which is evaluated again. `protected` is not evicted; `busy`, the
         slot in need, is not paged out. `is_background` evicts session ends last. With `or_nothing`, nothing is
-        evicted where all that may be would not do: who waits takes nothing from others.
+        evicted where all that may be would not do: who waits takes nothing from others. With `may_wait`, nothing is
+        evicted while stored state is still to be rounded.
         """
         excess_bytes = self.ledger.excess_bytes() if excess_bytes is None else excess_bytes
         if excess_bytes <= 0:
@@ -64,6 +68,10 @@ class Reclaimer:
         self.pager.take_back_padding()
         self.gather(is_short=True, target_bytes=target)
         self.pager.page_out_idle(target, busy, protected)
+        is_running = any(slot.is_leased for slot in self.pager.slots)
+        self.memory.round_stored(MAX_ROUNDED_TOKENS if is_running else math.inf, target)
+        if may_wait and self.memory.has_exact and self.ledger.charged_bytes > target:
+            return self.ledger.charged_bytes - target
         if or_nothing and self.ledger.charged_bytes - target > self._evictable_bytes(protected):
             return self.ledger.charged_bytes - target
         self.memory.evict(target, set(protected), guards_sessions=is_background)
@@ -75,7 +83,7 @@ class Reclaimer:
         """The most that evicting all but `protected` frees; less if state is pinned."""
         kept = sum(node.span.num_bytes for node in path_nodes(protected) if node.span is not None)
         kept += sum(node.snapshot.num_bytes for node in set(protected) if node.snapshot is not None)
-        return self.ledger.stored_bytes - kept
+        return self.ledger.stored_bytes - kept - self.memory.features.used_bytes
 
     def free_for(
         self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int, *, or_nothing: bool = False
@@ -99,7 +107,8 @@ class Reclaimer:
             needed += [node for last in needed for node, _ in rows_before(self.layout, last, offset)]
         head, is_background = self.head_of(slot, path, offset), slot.is_background
         protected = needed if head is None else [*needed, head.tip]
-        return self.free(excess, protected=protected, busy=slot, is_background=is_background, or_nothing=or_nothing)
+        waits = {"or_nothing": or_nothing, "may_wait": or_nothing}
+        return self.free(excess, protected=protected, busy=slot, is_background=is_background, **waits)
 
     def excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
         """Bytes to free; padding alone is given back first."""
@@ -178,13 +187,14 @@ class Reclaimer:
         fitting = [head for head in self.pager.heads if head.offset <= offset and head.tip in path]
         return slot.head if slot.head in fitting else max(fitting, key=lambda head: head.offset, default=None)
 
-    def invite(self, slot: Slot, result: LookupResult, num_tokens: int) -> bool:
+    def invite(self, slot: Slot, result: LookupResult, num_tokens: int, *, is_wanted: bool = False) -> bool:
         """Makes a head of what running sequences share with a request for `num_tokens` in `slot`, if that saves most.
 
         Returns whether it did; then `result` is no longer valid.
         """
         offset = result.restorable_in(slot)
-        least = self._least_tokens(is_short=self.excess_for(slot, result.path, offset, num_tokens) > 0)
+        is_short = is_wanted or self.excess_for(slot, result.path, offset, num_tokens) > 0
+        least = self._least_tokens(is_short=is_short)
         if least == math.inf or is_in_place(slot, result.path, offset):
             return False
         shared = [min(result.shared[other.index], offset) for other in self._loose(None)]

@@ -148,6 +148,8 @@ class CacheRequest:
     """The state never goes to disk."""
     is_background: bool = False
     """Session ends are evicted last."""
+    wants_head: bool = False
+    """A short request: sharing a head with running requests saves a copy, whether steps get faster or not."""
 
     @property
     def tokens(self) -> TokenArray:

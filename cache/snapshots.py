@@ -145,15 +145,15 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
     last prompt's end or `landing` (`eviction.py`: `Chance`). Points there are kept, and ever fewer before: a
     point is superseded if its neighbours are, seen from the end, less than `THINNING_RATIO` apart.
     """
-    behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
-    if not behind:
+    inner = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
+    if not inner:
         return []
     stop, gone = points[-1].offset, list[int]()
-    before_turn = next((point for point in behind if point.offset <= landing), None)
-    if len(behind) > 1 and behind[0].offset - behind[1].offset < SAME_TOKENS:
-        gone.append(behind.pop(1 if behind[0] is before_turn else 0).offset)
-    nearer = stop - behind[0].offset
-    for point, older in pairwise(behind[1:]):
+    before_turn = next((point for point in inner if point.offset <= landing), None)
+    if len(inner) > 1 and inner[0].offset - inner[1].offset < SAME_TOKENS:
+        gone.append(inner.pop(1 if inner[0] is before_turn else 0).offset)
+    nearer = stop - inner[0].offset
+    for point, older in pairwise(inner[1:]):
         if point is not before_turn and stop - older.offset <= THINNING_RATIO * max(nearer, THINNING_TOKENS):
             gone.append(point.offset)
         else:

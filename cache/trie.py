@@ -272,7 +272,7 @@ class Node(TokenNode):
     """The span's slot; None if stored."""
     last_used: int = 0
     """Tick of the last restore or recording."""
-    last_used_behind: int = 0
+    last_used_below: int = 0
     """The latest `last_used` here and below."""
     session_id: str | None = None
     is_on_probation: bool = False
@@ -289,6 +289,8 @@ class Node(TokenNode):
     """A client's restore point: never merged away."""
     is_volatile: bool = False
     """Nothing may go to disk."""
+    is_rounded: bool = False
+    """The tokens' state, stored or live, was rounded to 8 bits."""
     place: Place[TokenNode] | None = None
     """Last known in the disk tier's trie; this trie ignores it."""
 
@@ -309,7 +311,8 @@ class Node(TokenNode):
         spans = self.span.split(offset) if self.span is not None else (None, None)
         snapshots = self.snapshot.split(offset) if self.snapshot is not None else (None, None)
         upper.home, upper.last_used, upper.is_volatile = self.home, self.last_used, self.is_volatile
-        upper.last_used_behind, upper.num_uses = self.last_used_behind, self.num_uses
+        upper.last_used_below, upper.num_uses = self.last_used_below, self.num_uses
+        upper.is_rounded = self.is_rounded
         (upper.span, self.span), (upper.snapshot, self.snapshot) = spans, snapshots
 
     def drop_state(self) -> None:
@@ -344,7 +347,7 @@ class PrefixTrie(TokenTrie[Node]):
         snapped: Callable[[Node], None] = lambda node: None,
     ) -> None:
         super().__init__(Node, namespace, changed)
-        self.held = Holding()
+        self.holding = Holding()
         """The sum over all nodes."""
         self._count_bytes = count_bytes
         self._snapped = snapped
@@ -364,6 +367,8 @@ class PrefixTrie(TokenTrie[Node]):
         if parent.is_explicit or parent.num_slots or parent.num_pins or parent.snapshot is not None:
             return False
         if parent.home is not node.home or parent.is_volatile is not node.is_volatile:
+            return False
+        if parent.is_rounded is not node.is_rounded:
             return False
         node.set_tokens(parent.data + node.data)
         node.start, node.parent = parent.start, parent.parent
@@ -407,7 +412,7 @@ class PrefixTrie(TokenTrie[Node]):
         """Asserts the module's invariants."""
         super().check()
         sums = Holding(*map(sum, zip(Holding(), *(node.holding for node in self.nodes()), strict=True)))
-        assert self.held == sums, f"{self.held} counted, {sums} held"
+        assert self.holding == sums, f"{self.holding} counted, {sums} held"
 
     def _add(self, parent: Node, tokens: TokenArray) -> Node:
         node = super()._add(parent, tokens)
@@ -415,7 +420,9 @@ class PrefixTrie(TokenTrie[Node]):
         return node
 
     def _count(self, before: Holding, *after: Holding) -> None:
-        """Counts a changed node: subtracts what it held `before`, adds what is in its place `after`, if anything."""
-        last = self.held
-        self.held = Holding(*(total - old + sum(new) for total, old, *new in zip(last, before, *after, strict=True)))
-        self._count_bytes(self.held.num_bytes - last.num_bytes)
+        """Counts a node's change: subtracts what the node held `before`, adds what the nodes `after` hold."""
+        last = self.holding
+        self.holding = Holding(
+            *(total - old + sum(new) for total, old, *new in zip(last, before, *after, strict=True))
+        )
+        self._count_bytes(self.holding.num_bytes - last.num_bytes)

@@ -29,9 +29,9 @@ class LayerKinds(Protocol):
 class SharedBuffers(Protocol):
     """Buffers in which running sequences are evaluated together: their layer caches hold no arrays then."""
 
-    head_tokens: float | None
-    """Tokens from which a shared head makes steps faster; inf if none does, None if the model is not proven with one.
-    """
+    @property
+    def head_tokens(self) -> float | None:
+        """Tokens from which a shared head makes steps faster; inf if none does, None if a head is not proven."""
 
     @property
     def padding_bytes(self) -> int:

@@ -130,6 +130,24 @@ def view(cache: PrefixCache, namespace: str, max_nodes: int) -> CacheView:
     )
 
 
+@dataclass(frozen=True)
+class Traced:
+    """The edges `(number, start, stop)` of one prompt, from the root, and the number of its tokens found there."""
+
+    edges: list[tuple[int, int, int]]
+    length: int
+
+
+def trace(cache: PrefixCache, namespace: str, prompts: Iterable[TokenArray]) -> list[tuple[Traced, Traced]]:
+    """The edges of each prompt in memory and on disk."""
+    tries = cache.memory.find_trie(namespace), _files_of(cache).find_trie(namespace)
+    return [(_traced(tries[0].match(tokens)), _traced(tries[1].match(tokens))) for tokens in prompts]
+
+
+def _traced(place: Place[Node] | Place[DiskNode]) -> Traced:
+    return Traced([(node.number, node.start, node.stop) for node in place.node.path()], place.length)
+
+
 def view_edge(cache: PrefixCache, namespace: str, number: int, max_tokens: int) -> EdgeDetail | None:
     """One edge in memory, with at most `max_tokens`; None if gone."""
     node = next((edge for edge in cache.memory.find_trie(namespace).nodes() if edge.number == number), None)
@@ -156,7 +174,7 @@ def _files_of(cache: PrefixCache) -> DiskTree:
 def _sums(cache: PrefixCache, files: DiskTree, namespace: str) -> NamespaceView:
     trie, on_disk = cache.memory.find_trie(namespace), files.find_trie(namespace)
     live = sum(cache.pager.live_bytes(slot) for slot in cache.pager.all_live if slot.namespace == namespace)
-    holding = trie.held
+    holding = trie.holding
     state = StateBytes(holding.span_bytes, holding.window_bytes, holding.recurrent_bytes, live, on_disk.num_bytes)
     return NamespaceView(namespace, trie.num_nodes, holding.num_tokens, on_disk.num_nodes, state)
 

@@ -22,7 +22,7 @@ import httpx2
 from huggingface_hub import HfApi, errors, hf_hub_url, snapshot_download
 from huggingface_hub.utils import build_hf_headers, filter_repo_objects, get_session, hf_raise_for_status, tqdm  # type: ignore[attr-defined]
 
-from models import names
+from models import names, providers
 from models.errors import ModelError, ModelNotFound, PullFailed, RepositoryNotFound
 from models.texts import size_text
 from models.weights import MTP_FILE, find_weight_files, other_formats, read_header, read_json, total_bytes
@@ -44,6 +44,8 @@ class PullPlanned:
 
     repository: str
     files: tuple[PlannedFile, ...]
+    needs: str = ""
+    """What must be installed to run the model, as a sentence; empty where nothing."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class _Download:
     files: tuple[PlannedFile, ...]
     others: tuple[str, ...]
     blobs: Path
+    needs: str
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +117,7 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
         return names.resolve(name)
     repository = names.parse_repository(name)
     if repository is None:
-        raise ModelNotFound(f"{name!r} is no repository org/name: {names.suggest(name)}")
+        raise ModelNotFound(f"{name!r} is no repository org/name: {names.suggest(name, here='')}")
     with _explained(repository):
         download = _plan(repository)
         _require_weights(download)
@@ -198,7 +201,10 @@ def _plan(repository: names.RepositoryName) -> _Download:
     files = (PlannedFile(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs else "") for one in wanted)
     others = tuple(one.rfilename for one in siblings if one not in wanted)
     blobs = names.cache_folder() / f"models--{repository.repository.replace('/', '--')}" / "blobs"
-    return _Download(repository, info.sha or repository.revision, tuple(files), others, blobs)
+    model_type = (info.config or {}).get("model_type")
+    need = providers.need_of(model_type)
+    needs = need and f"Models of the type {model_type!r} are not known to mlx-lm; {need}"
+    return _Download(repository, info.sha or repository.revision, tuple(files), others, blobs, needs)
 
 
 def _require_weights(download: _Download) -> None:
@@ -222,7 +228,7 @@ def _fetch_weights(download: _Download, name: str, tell: TellPull) -> None:
     place = next(one for one in (names.cache_folder(), *names.cache_folder().parents) if one.exists())
     here_bytes = sum(map(download.bytes_here, download.files))
     _require(download, name, download.num_bytes - here_bytes, shutil.disk_usage(place).free, "more", place)
-    tell(PullPlanned(str(download.repository), download.files))
+    tell(PullPlanned(str(download.repository), download.files, download.needs))
     tell(PullProgress(None, 0, here_bytes, download.num_bytes))
     for file in download.files:
         if file.digest and not download.is_here(file):

@@ -7,10 +7,10 @@ et al., 1997), equally on every device. The checksum withstands no attacker.
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -23,13 +23,13 @@ from mlx.nn.layers.base import Module
 from transformers import PreTrainedTokenizerBase
 
 from cache.layers.kinds import make_caches
-from models import weights
+from models import providers, weights
 from models.errors import ModelBroken, ModelNotFound, brief, told_as
 from models.formats import POOLING_FILE
 from models.lora import AdapterSet
 from models.mlx_lm_import import (
-    MODEL_REMAPPING,
     TokenizerWrapper,
+    get_total_parameters,
     load_model,
     load_tokenizer,
     quantize_model,
@@ -40,6 +40,8 @@ from models.output.call_formats import HARMONY, CallFormat, find_call_format
 from models.output.detokenizer import Detokenizer, markers
 from models.output.pieces import HARMONY_REASONING, ReasoningFormat, find_reasoning_format
 from models.precision import Precision, choose_precision, convert, parameters_of
+from models.providers import Provider
+from models.ranks import ONE_RANK, Ranks
 from models.vision.loading import Vision, keep_vision, load_vision
 
 logger = logging.getLogger(__name__)
@@ -164,6 +166,8 @@ class LoadedModel:
     vocab_size: int
     """Width of the logits; may exceed the tokenizer's tokens."""
     eos_token_ids: frozenset[int]
+    num_parameters: int
+    """Of the whole model, also where several machines divide it."""
     state_fingerprint: str
     """Differs where stored states must not mix: by weights, what drafts, precision, library versions."""
     precision: Precision = Precision.STORED
@@ -192,54 +196,75 @@ def load(
     name: str,
     *,
     max_float32_bytes: int | None = None,
+    max_check_seconds: float = math.inf,
     with_mtp: bool = False,
     tell: Callable[[str], object] = lambda step: None,
+    ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
     """Loads the model in the local folder `path`; blocks until all weights are in memory.
 
     With `max_float32_bytes`, weights get the types fastest on a CPU, see `models.precision`; with `with_mtp`, the MTP
-    module too, if there is one that fits. Raises ModelNotFound and ModelBroken.
+    module too, if there is one that fits. Code that is not mlx-lm's is checked in `max_check_seconds`. Raises
+    ModelNotFound and ModelBroken.
     """
-    check(path, name)
-    model, config, precision, weights_fingerprint = _read_model(path, name, max_float32_bytes, tell)
+    provider = check(path, name)
+    if ranks.size > 1 and not provider.is_mlx_lm:
+        raise ModelBroken(f"{name}: its code is of {provider}, and only mlx-lm's models are divided among machines")
+    model, config, num_parameters, precision, weights_fingerprint = _read_model(
+        path, name, provider, max_float32_bytes, tell, ranks
+    )
+    _check_code_of(provider, model, name, max_check_seconds, tell)
     mtp = _load_mtp(path, name, model, max_float32_bytes) if with_mtp else None
     tell("reading the tokenizer")
-    wrapper = open_tokenizer(path, name, config)
-    tokenizer = cast(PreTrainedTokenizerBase, wrapper._tokenizer)
-    eos_token_ids = frozenset(_eos_token_ids(config, wrapper))
-    call_format = _call_format(wrapper)
-    reasoning_format = _reasoning_format(wrapper, call_format)
-    reasoning_markers = (reasoning_format.start, reasoning_format.end) if reasoning_format else ()
-    visible = (*markers(wrapper), *reasoning_markers, *(() if call_format is None else call_format.markers))
     return LoadedModel(
         name=name,
         path=path,
         model=model,
-        tokenizer=tokenizer,
-        tokenizer_wrapper=wrapper,
-        reasoning_format=reasoning_format,
-        call_format=call_format,
-        detokenizer=Detokenizer(tokenizer, visible, eos_token_ids),
+        **_text_parts(open_tokenizer(path, name, config), config),
         config=config,
         context_tokens=_context_tokens(config),
         vocab_size=_vocab_size(model, name),
-        eos_token_ids=eos_token_ids,
+        num_parameters=num_parameters,
         state_fingerprint=weights_fingerprint + ("" if mtp is None else f" mtp {checksum(parameters_of(mtp))}"),
         precision=precision,
         mtp=mtp,
     )
 
 
+def _text_parts(wrapper: TokenizerWrapper, config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `LoadedModel` about tokens and texts."""
+    tokenizer = cast(PreTrainedTokenizerBase, wrapper._tokenizer)
+    eos_token_ids, call_format = frozenset(_eos_token_ids(config, wrapper)), _call_format(wrapper)
+    reasoning_format = _reasoning_format(wrapper, call_format)
+    reasoning_markers = (reasoning_format.start, reasoning_format.end) if reasoning_format else ()
+    visible = (*markers(wrapper), *reasoning_markers, *(() if call_format is None else call_format.markers))
+    return {
+        "tokenizer": tokenizer,
+        "tokenizer_wrapper": wrapper,
+        "detokenizer": Detokenizer(tokenizer, visible, eos_token_ids),
+        "reasoning_format": reasoning_format,
+        "call_format": call_format,
+        "eos_token_ids": eos_token_ids,
+    }
+
+
 def with_draft(
-    loaded: LoadedModel, path: Path, name: str, *, max_float32_bytes: int | None, tell: Callable[[str], object]
+    loaded: LoadedModel,
+    path: Path,
+    name: str,
+    *,
+    max_float32_bytes: int | None,
+    max_check_seconds: float = math.inf,
+    tell: Callable[[str], object],
 ) -> LoadedModel:
     """`loaded` with the draft model in `path`, or with why that cannot draft; raises like `load`."""
-    check(path, name)
+    provider = check(path, name)
     fault = _draft_fault(loaded, path, name)
     if fault is not None:
         logger.warning("%s does not draft for %s: %s", name, loaded.name, fault)
         return replace(loaded, no_draft=f"{name} does not draft: {fault}")
-    model, _, _, fingerprint = _read_model(path, name, max_float32_bytes, tell)
+    model, _, _, _, fingerprint = _read_model(path, name, provider, max_float32_bytes, tell)
+    _check_code_of(provider, model, name, max_check_seconds, tell)
     draft = DraftModel(name, model, _vocab_size(model, name))
     return replace(loaded, draft=draft, state_fingerprint=f"{loaded.state_fingerprint} draft {fingerprint}")
 
@@ -276,19 +301,18 @@ def _tokens_of(tokenizer: Any) -> set[tuple[str, int, bool]]:
     return {(text, token_id, token_id in special) for text, token_id in tokenizer.get_vocab().items()}
 
 
-def check(path: Path, name: str) -> None:
-    """Raises like `load`; reads little."""
+def check(path: Path, name: str) -> Provider:
+    """Whose code the model runs on. Raises like `load`; reads little."""
     config = _load_config(path, name)
     _check_code(config, path, name)
-    _check_model_type(config, name)
+    provider = _find_provider(config, path, name)
     _check_num_layers(config, weights.find_weight_files(path), name)
+    return provider
 
 
 def check_mtp(path: Path, name: str, file: Path) -> None:
     """Raises like `check` unless `file` holds an MTP module for the model."""
-    check(path, name)
-    with _explained(f"{name}: cannot be loaded"):
-        model, _ = load_model(path, lazy=True)
+    model, _ = _build(path, name, check(path, name), lazy=True)
     if load_mtp(path, name, model, file) is None:
         raise ModelBroken(f"{name}: no MTP module of its family is known")
 
@@ -306,10 +330,9 @@ def convert_weights(
 
     `tell` hears of the bytes that are ready, and of all. Raises like `load`.
     """
-    check(path, name)
+    model, config = _build(path, name, check(path, name), lazy=True)
     # Other errors are the disk's.
     with _explained(f"{name}: cannot be converted", (ValueError, KeyError, TypeError)):
-        model, config = load_model(path, lazy=True)
         mtp = _load_mtp(path, name, model, None)
         if bits is not None:
             # The library prints.
@@ -371,17 +394,21 @@ def _load_config(path: Path, name: str) -> dict[str, Any]:
     return weights.require_json(path / "config.json", name)
 
 
-def _check_model_type(config: dict[str, Any], name: str) -> None:
+def _find_provider(config: dict[str, Any], path: Path, name: str) -> Provider:
     model_type = config.get("model_type")
     # The type becomes a module's name: some of mlx-lm's have a hyphen, none has a dot or a slash.
     if not isinstance(model_type, str) or not model_type.replace("-", "_").isidentifier():
         raise ModelBroken(f"{name}: config.json names no model_type, but {model_type!r}")
-    module = MODEL_REMAPPING.get(model_type, model_type)
-    if importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
-        unknown = f"{name}: model type {model_type!r} is not known to mlx-lm {version('mlx-lm')}"
-        code = _code_in(config.get("auto_map"), "AutoModelForCausalLM", "AutoModel", "AutoConfig")
-        own = f", and the folder's own code for it ({code}) is never run; choose a model of a type that mlx-lm knows"
-        raise ModelBroken(unknown if code is None else unknown + own)
+    with _explained(name, (providers.ProviderFault,)):
+        provider = providers.find(model_type, path)
+    if provider is not None:
+        return provider
+    unknown = f"{name}: model type {model_type!r} is not known to mlx-lm {version('mlx-lm')}"
+    if need := providers.need_of(model_type):
+        raise ModelBroken(f"{unknown}; {need}")
+    code = _code_in(config.get("auto_map"), "AutoModelForCausalLM", "AutoModel", "AutoConfig")
+    own = f", and the folder's own code for it ({code}) is never run; choose a model of a type that mlx-lm knows"
+    raise ModelBroken(unknown if code is None else unknown + own)
 
 
 def _check_num_layers(config: dict[str, Any], files: list[Path], name: str) -> None:
@@ -394,21 +421,58 @@ def _check_num_layers(config: dict[str, Any], files: list[Path], name: str) -> N
                 raise ModelBroken(f"{name}: config.json has {count} {key}, but the files hold {num_weights} weights")
 
 
+def _build(path: Path, name: str, provider: Provider, *, lazy: bool = False) -> tuple[Module, dict[str, Any]]:
+    """The model with its weights, and the configuration."""
+    what, method = f"{name}: cannot be loaded", weights.quantization_method(path)
+    if method is not None:
+        what += f", since not every form of {method} is read; choose MLX weights, or unquantized ones"
+    with _explained(what):
+        model, config = load_model(path, lazy=lazy, get_model_classes=provider.get_classes)
+    return model, config
+
+
 def _read_model(
-    path: Path, name: str, max_float32_bytes: int | None, tell: Callable[[str], object]
-) -> tuple[Module, dict[str, Any], Precision, str]:
-    """Model, configuration, precision, and the fingerprint of what the model's state depends on."""
+    path: Path,
+    name: str,
+    provider: Provider,
+    max_float32_bytes: int | None,
+    tell: Callable[[str], object],
+    ranks: Ranks = ONE_RANK,
+) -> tuple[Module, dict[str, Any], int, Precision, str]:
+    """Model, configuration, parameters, precision, and the fingerprint of what the model's state depends on."""
     tell("reading weights")
-    with _explained(f"{name}: cannot be loaded"):
-        model, config = load_model(path)
+    model, config = _build(path, name, provider, lazy=ranks.size > 1)
+    num_parameters = int(get_total_parameters(model))
+    ranks.divide(model, config, name)
     # Arrays that are no parameters (rotary frequencies, for one) are still lazy, and lazy arrays belong to their
     # thread.
     mx.eval(model)
-    versions = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
-    state = f"{weights.fingerprint(path)} {checksum(parameters_of(model))} {versions}"
+    libraries = dict.fromkeys((f"mlx {version('mlx')}", f"mlx-lm {version('mlx-lm')}", provider.told))
+    state = f"{weights.fingerprint(path)} {checksum(parameters_of(model))} {' '.join(libraries)}"
     precision = choose_precision(model, max_float32_bytes)
     convert(model, precision, lambda done, total: tell(f"making weights float32, {100 * done // total} %"))
-    return model, config, precision, state if precision is Precision.STORED else f"{state} {precision}"
+    return (
+        model,
+        config,
+        num_parameters,
+        precision,
+        state if precision is Precision.STORED else f"{state} {precision}",
+    )
+
+
+def _check_code_of(
+    provider: Provider, model: Module, name: str, max_seconds: float, tell: Callable[[str], object]
+) -> None:
+    """Refuses a model whose code is not mlx-lm's and gives a wrong answer."""
+    if provider.is_mlx_lm:
+        return
+    from models.inference.gate import Gate
+
+    tell(f"checking the code of {provider.told}")
+    with _explained(f"{name}: the model does not run by the code of {provider.told}"):
+        fault = Gate(model, max_seconds).find_fault()
+    if fault is not None:
+        raise ModelBroken(f"{name}: refused, since the code of {provider.told} fails a check: {fault}")
 
 
 def _load_mtp(path: Path, name: str, model: Module, max_float32_bytes: int | None) -> MtpModule | None:
@@ -455,7 +519,9 @@ def open_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerWr
 
 def _vocab_size(model: Any, name: str) -> int:
     with _explained(f"{name}: the model does not run"):
-        return int(model(mx.array([[0]]), cache=make_caches(model)).shape[-1])
+        logits = model(mx.array([[0, 0]]), cache=make_caches(model))
+        mx.eval(logits)  # a device may lack what the weights need, for several tokens only, too
+        return int(logits.shape[-1])
 
 
 def _context_tokens(config: dict[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from cache.layers import set_wired_limit
 
 # isort: split
+from mlx_lm.models import cache as cache_classes
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantized_attention
 from mlx_lm.models.cache import (
@@ -22,3 +23,4 @@ from mlx_lm.utils import (
     quantize_model,
     save,
 )
+from mlx_lm.utils import _get_classes as get_classes

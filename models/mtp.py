@@ -133,13 +133,23 @@ class MtpModule(Module):
         return states / mx.where(weight == 0, 1, weight) if self._has_output else states
 
 
+def pack_like(module: Module, tensors: dict[str, mx.array]) -> None:
+    """Quantizes the layers of a module as their tensors are."""
+
+    def packing(path: str, layer: Module) -> dict[str, Any] | bool:
+        return f"{path}.scales" in tensors and cast(dict[str, Any], infer_quant_config(path, layer, tensors))
+
+    quantize(module, class_predicate=packing)
+
+
 def language_model(model: Module) -> Any:
     """The part of a model that has body, `args` and output matrix."""
     return getattr(model, "language_model", model)
 
 
 def _family(text: Any) -> str:
-    return type(text).__module__.rpartition(".")[2]
+    """By mlx-lm's module; others name their tensors otherwise."""
+    return type(text).__module__.removeprefix("mlx_lm.models.")
 
 
 def _make_layer(text: Any, layout: _Layout) -> Module:
@@ -171,7 +181,7 @@ def load_mtp(folder: Path, name: str, model: Module, file: Path | None = None) -
         if "norm" not in layout.names:
             tensors["norm.weight"] = text.model.norm.weight
         module = MtpModule(text)
-        quantize(module, class_predicate=partial(_packing, tensors))
+        pack_like(module, tensors)
         expected = dict(tree_flatten(module.parameters()))  # type: ignore[no-untyped-call]
         module.load_weights(list(tensors.items()))
     except ModelBroken:
@@ -234,10 +244,6 @@ def _sanitized(tensors: dict[str, mx.array], layout: _Layout, model: Any) -> dic
     sanitized: dict[str, mx.array] = type(model).sanitize(outer, layer)
     kept = {name: array for name, array in tensors.items() if name not in matrices}
     return kept | {layout.layer + name.rpartition(first)[2]: array for name, array in sanitized.items()}
-
-
-def _packing(tensors: dict[str, mx.array], path: str, layer: Module) -> dict[str, Any] | bool:
-    return f"{path}.scales" in tensors and cast(dict[str, Any], infer_quant_config(path, layer, tensors))
 
 
 def _kind(array: mx.array) -> mx.Dtype | mx.DtypeCategory:

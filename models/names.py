@@ -240,9 +240,17 @@ def installed_place(name: str) -> WeightsPlace:
     return place
 
 
+def stands_for(name: str, place: WeightsPlace) -> bool:
+    """Whether a name, maybe of nothing here any more, is of a built-in model or a download."""
+    try:
+        return installed_place(name) == place
+    except ModelNotFound:
+        return False
+
+
 def _find_download(repository: RepositoryName) -> WeightsPlace | None:
     name = as_stored(repository.repository)
-    home = cache_folder() / _home_name(name)
+    home = home_of(name)
     ref = home / "refs" / repository.revision
     commit = ref.read_text().strip() if ref.is_file() else repository.revision
     is_here = "/" not in commit and (home / "snapshots" / commit).is_dir()
@@ -278,7 +286,12 @@ def files_of(place: WeightsPlace) -> Path:
 
 
 def _snapshot(place: WeightsPlace) -> Path:
-    return cache_folder() / _home_name(place.name) / "snapshots" / place.commit
+    return home_of(place.name) / "snapshots" / place.commit
+
+
+def home_of(repository: str) -> Path:
+    """The folder of a repository in Hugging Face's cache, existing or not."""
+    return cache_folder() / _home_name(repository)
 
 
 def folder_of(place: WeightsPlace) -> Path:
@@ -410,8 +423,8 @@ def cache_stamp() -> tuple[tuple[str, int], ...]:
     return tuple(stamps)
 
 
-def suggest(name: str) -> str:
-    """What to type in place of an unknown name."""
+def suggest(name: str, here: str = "'demo', a folder, ") -> str:
+    """What to type in place of an unknown name; `here` begins the list with what needs no download."""
     typed = _plain(name.partition(":")[0])
     families = [family for family in FAMILIES if typed and _plain(family).startswith(typed)]
     if families:
@@ -419,7 +432,7 @@ def suggest(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), [*BUILT_IN, *SHORT_NAMES, *FAMILIES], n=1)
     if close:
         return f"did you mean {close[0]}?"
-    known = "'demo', a folder, a repository org/name, or a short name such as qwen3:8b"
+    known = f"{here}a repository org/name, or a short name such as qwen3:8b"
     return f"give {known}; families: {', '.join(FAMILIES)}"
 
 

@@ -119,6 +119,18 @@ def require_json(path: Path, name: str) -> dict[str, Any]:
     return value
 
 
+def quantization_method(folder: Path) -> str | None:
+    """Which tool's quantization a model's files name, MLX's own apart."""
+    config, beside = read_json(folder / "config.json"), read_json(folder / "hf_quant_config.json")
+    for one in (config, config.get("text_config"), {"quantization_config": beside.get("quantization")}):
+        declared = one.get("quantization_config") if isinstance(one, dict) else None
+        if isinstance(declared, dict):
+            values = [declared.get(key) for key in ("quant_method", "quant_algo", "format", "fmt")]
+            if named := [kind for kind in values if isinstance(kind, str)]:
+                return " ".join(named)
+    return None
+
+
 def fingerprint(folder: Path) -> str:
     """32 hexadecimal digits that differ for different models, in any folder.
 

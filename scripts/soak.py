@@ -7,6 +7,9 @@ requests memory hardly holds the prompt; prompts part inside edges that are as l
 longer, sometimes with nothing else in memory that could go; now and then the process "restarts" on the same folder,
 with or without time to write. Answers are greedy tokens: one wrong row of state shows in them. At the end memory must
 be back at its floor. Exits with status 1 at the first difference.
+
+With `--cache-bits` stored state is rounded, in pieces at random times. Then every row and matrix that is restored
+must be, bit for bit, what was evaluated for these tokens, or what rounding makes of that.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,10 @@ from cache.budget import Ledger
 from cache.disk import connector
 from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
+from cache.layers.kinds import RowKind, kind_of, leaves_of
+from cache.layers.layout import EXACT, Layout, StoredForm
+from cache.layers.state import Rounded
+from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
@@ -49,13 +57,70 @@ class Difference(Exception):
     """An answer was not what an uncached run gives."""
 
 
+class Evaluated:
+    """All state that was ever evaluated, by the tokens up to its own."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, bytes], list[mx.array]] = {}
+        self._whole: dict[tuple[int, bytes], list[mx.array]] = {}
+
+    def add(self, caches: Any, tokens: Any, num_new: int) -> None:
+        """Takes what the last tokens added."""
+        for place, rows, _ in _rows_of(caches):
+            for back in range(1, min(num_new, rows.shape[2]) + 1):
+                key = place, tokens[: len(tokens) - back + 1].tobytes()
+                self._rows.setdefault(key, []).append(rows[:, :, rows.shape[2] - back])
+        for place, state in _whole_of(caches):
+            self._whole.setdefault((place, tokens.tobytes()), []).append(state)
+        mx.eval(self._rows, self._whole)
+
+    def check(self, caches: Any, tokens: Any) -> int:
+        """How many tokens were restored from rounded state; raises Difference for state that is none of these."""
+        rounded = set[int]()
+        for place, rows, can_round in _rows_of(caches):
+            for back in range(1, rows.shape[2] + 1):
+                known = self._rows.get((place, tokens[: len(tokens) - back + 1].tobytes()), [])
+                if _form_of(rows[:, :, rows.shape[2] - back], known, can_round=can_round):
+                    rounded.add(back)
+        for place, state in _whole_of(caches):
+            if _form_of(state, self._whole.get((place, tokens.tobytes()), []), can_round=True):
+                rounded |= set(range(1, len(tokens) + 1))
+        return len(rounded)
+
+
+def _form_of(restored: mx.array, known: list[mx.array], *, can_round: bool) -> bool:
+    """Whether state was rounded."""
+    if any(mx.array_equal(restored, one) for one in known):
+        return False
+    groups = [one[:, :, None] if one.ndim == 3 else one for one in known]
+    if can_round and any(mx.array_equal(restored.flatten(), Rounded.of(one).exact().flatten()) for one in groups):
+        return True
+    raise Difference(f"state of shape {restored.shape} was restored that is none of the {len(known)} evaluated")
+
+
+def _rows_of(caches: Any) -> Iterator[tuple[int, mx.array, bool]]:
+    """Each component of layers with rows: its place, its rows, and whether they may be rounded."""
+    for layer, cache in enumerate(leaves_of(caches)):
+        kind = kind_of(cache)
+        if isinstance(kind, RowKind) and kind.length(cache):
+            for part, rows in enumerate(kind.arrays(cache)):
+                yield 8 * layer + part, rows, not kind.window and Rounded.fits(rows)
+
+
+def _whole_of(caches: Any) -> Iterator[tuple[int, mx.array]]:
+    for layer, cache in enumerate(leaves_of(caches)):
+        states = cache.cache if kind_of(cache).is_merged else []
+        yield from ((8 * layer + part, state) for part, state in enumerate(states) if state is not None)
+
+
 class Soak:
     """One model, its cache, and what has been said so far."""
 
-    def __init__(self, name: str, seed: int, folder: Path) -> None:
+    def __init__(self, name: str, seed: int, folder: Path, form: StoredForm = EXACT) -> None:
+        self._form, self._evaluated = form, Evaluated()
         self.counts: Counter[str] = Counter()
         self._rng = random.Random(f"{name}/{seed}")
-        self._model: Any = tiny_models.build(name)
+        self._model: Any = tiny_models.build(name) if form.is_exact else tiny_models.build_wide(name)
         self._folder = folder
         self._known: list[list[int]] = [self._tokens(SYSTEM_TOKENS)]
         self._edges: list[tuple[list[int], int, int]] = []
@@ -87,6 +152,7 @@ class Soak:
             lambda: list(make_prompt_cache(self._model)),
             num_slots=self._rng.choice((1, 2)),
             budget_bytes=MEMORY_PROMPTS * num_bytes,
+            layout=Layout(make_prompt_cache(self._model), form=self._form),
             disk=tier,
         )
         self._cache.layout.calibrate(caches)
@@ -128,6 +194,7 @@ class Soak:
 
     def _ask(self, prompt: list[int], points: list[RestorePoint], *, session_id: str) -> None:
         tokens = np.array(prompt, np.int32)
+        self._cache.memory.round_stored(self._rng.choice((0, 3, 20, 1000)))
         lease = self._cache.begin(
             CacheRequest(Lookup(tokens), restore_points=points, expected_tokens=NUM_GENERATED, session_id=session_id)
         )
@@ -135,6 +202,9 @@ class Soak:
         self.counts["hit tokens"] += lease.hit_tokens
         self.counts["prompt tokens"] += len(prompt)
         self.counts[f"from {lease.tier}"] += 1
+        if not self._form.is_exact:
+            self._compare(lease, prompt)
+            return
         if self._rng.random() < 0.1:
             self.counts["cancelled"] += 1
             cache_driver.prefill(lease, tokens, self._evaluate, stop_at=self._rng.randrange(1, len(prompt) + 1))
@@ -147,6 +217,25 @@ class Soak:
         if reply != self._cold(prompt):
             raise Difference(f"request {self.counts.total()}: {lease.hit_tokens} of {len(prompt)} from {lease.tier}")
         self._known.append([*prompt, *reply])
+
+    def _compare(self, lease: Lease, prompt: list[int]) -> None:
+        """Goes on with a lease whose restored state is compared with all that was evaluated."""
+        tokens, done = np.array(prompt, np.int32), lease.hit_tokens
+        num_rounded = self._evaluated.check(lease.caches, tokens[:done]) if done else 0
+        if num_rounded > lease.rounded_tokens:
+            raise Difference(f"{num_rounded} tokens were rounded, {lease.rounded_tokens} are told of")
+        self.counts["rounded tokens"] += num_rounded
+
+        def evaluate(caches: Any, chunk: Any) -> None:
+            nonlocal done
+            self._evaluate(caches, chunk)
+            done += len(chunk)
+            self._evaluated.add(caches, tokens[:done], len(chunk))
+
+        cache_driver.prefill(lease, tokens, evaluate)
+        lease.close()
+        self._cache.check()
+        self._known.append(prompt)
 
     def _base(self) -> tuple[list[int], int]:
         """Returns tokens to go on from, and how many of them."""
@@ -201,7 +290,7 @@ class Soak:
         return [self._rng.randrange(1, tiny_models.VOCAB) for _ in range(count)]
 
 
-def soak(name: str, num_requests: int, seed: int) -> bool:
+def soak(name: str, num_requests: int, seed: int, form: StoredForm = EXACT) -> bool:
     """Soaks one model and prints what happened; whether memory came back to its floor."""
     began = time.monotonic()
     tiny_models.build(name)
@@ -209,7 +298,7 @@ def soak(name: str, num_requests: int, seed: int) -> bool:
     mx.clear_cache()
     floor = mx.get_active_memory()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        run = Soak(name, seed, Path(folder))
+        run = Soak(name, seed, Path(folder), form)
         run.run(num_requests)
         counts = run.counts
     del run
@@ -226,10 +315,12 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=500, help="for each model")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", action="append", choices=tiny_models.NAMES, help="may be repeated")
+    parser.add_argument("--cache-bits", action="store_true", help="stored state in 8 bits")
     options = parser.parse_args()
+    form = StoredForm(rows=True, recurrent=True) if options.cache_bits else EXACT
     connector.MIN_RESTORE_TOKENS = 8
     try:
-        is_level = [soak(name, options.requests, options.seed) for name in options.model or MODELS]
+        is_level = [soak(name, options.requests, options.seed, form) for name in options.model or MODELS]
     except Difference as error:
         print(f"a wrong answer: {error}", file=sys.stderr)
         return 1

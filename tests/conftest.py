@@ -59,6 +59,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="diagnose each fault on each model, with and without session ids; plant each fault in each precision;"
         " run all cases of tests that are marked as `usual`",
     )
+    parser.addoption("--ranks", action="store_true", help="divide each served model among two or three machines")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has several machines serve, if that is asked for."""
+    if config.getoption("ranks"):
+        config.pluginmanager.import_plugin("tests.support.divided")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -139,3 +146,29 @@ def exact_buffers() -> Iterator[None]:
     limit = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(limit)
+
+
+@pytest.fixture
+def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets disk matter for prompts as short as those of tests."""
+    monkeypatch.setattr("cache.disk.connector.MIN_RESTORE_TOKENS", 8)
+
+
+@pytest.fixture
+def tiers() -> Iterator[list[Any]]:
+    """Disk tiers that a test opens; closed when it ends."""
+    from tests.support.disk_driver import close_if_open
+
+    opened: list[Any] = []
+    yield opened
+    for tier in opened:
+        close_if_open(tier)
+
+
+@pytest.fixture
+def tier(tiers: list[Any], tmp_path: Path) -> Any:
+    """A disk tier in the test's folder."""
+    from tests.support.disk_driver import open_tier
+
+    tiers.append(open_tier(tmp_path))
+    return tiers[0]

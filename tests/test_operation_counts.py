@@ -3,6 +3,7 @@
 Each case is planned for `n` and for `2 n`; the second may take at most `growth` times the first's lines.
 """
 
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -14,15 +15,24 @@ import numpy as np
 import pytest
 
 from cache import snapshots
+from cache.history import History
 from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
+from cache.views import view
+from models.inference.abilities import Feeds
 from models.inference.grouping import Buffer, Costs, Row, plan
+from models.output.call_formats import HERMES
+from models.output.call_grammar import BoundTool, CallGrammar
 from models.prompt.tool_definitions import ToolDefinitions
+from server.api.anthropic.tool_search import find_tools
 from server.diagnosis.compare import Turn, find_changes_between
 from server.diagnosis.prompt import Part, Prompt
-from server.engine.request import GenerationRequest
+from server.engine.decisions import trie_of
+from server.engine.request import GenerationRequest, ScoredQuestion
 from server.engine.scheduler import Scheduled, Scheduler
+from server.engine.speculation import Speculation
 from tests.support import cache_driver, fake_model
+from tests.support.engine_driver import Harness
 
 PRODUCT = tuple(str(Path(__file__).parents[1] / name) for name in ("cache", "models", "server"))
 LINEAR, QUADRATIC = 2.6, 4.4
@@ -120,6 +130,69 @@ def messages_moved_by_one(num: int) -> Callable[[], object]:
     return lambda: find_changes_between(Turn(Prompt(parts)), Prompt((Part("user", "a new one"), *parts)))
 
 
+def beside_idle_slots(num: int) -> Callable[[], object]:
+    """Admission, with a conversation idle in each slot."""
+    cache = PrefixCache(lambda: fake_model.make_caches("T"), num_slots=num, budget_bytes=1 << 40)
+    add_conversations(cache, range(num))
+    request = CacheRequest(Lookup(np.array([1, 2, 3, 4, 5000, 6, 7, 8], np.int32)))
+    return lambda: cache.begin(request)
+
+
+def drafting_rows(num: int, *, together: bool) -> Callable[[], object]:
+    """Each copies its prompt."""
+    speculation = Speculation(History(), Feeds({1: 1.0, 32: 1.1}, together))
+    rows = []
+    for row in range(num):
+        text = [*range(1000 * row, 1000 * row + 40)]
+        rows.append(speculation.begin(GenerationRequest(str(row), np.array(text, np.int32), 100), 0))
+        for token in text[:8]:
+            rows[-1].push(token)
+
+    def plan_drafts() -> None:
+        assert speculation.may_draft(rows) == together  # a call of each row's own does not pay
+        speculation.plan(rows, [32] * num, lambda _: [], [1] * num)
+
+    return plan_drafts
+
+
+def drafts_apart(num: int) -> Callable[[], object]:
+    return drafting_rows(num, together=False)
+
+
+def drafts_together(num: int) -> Callable[[], object]:
+    return drafting_rows(num, together=True)
+
+
+def scored_questions(num: int) -> Callable[[], object]:
+    """All steps of a worker that scores them."""
+    state = [*range(1, 20)]
+    questions = tuple(ScoredQuestion(np.array([*state, 20 + n], np.int32), ((3,), (5, 6))) for n in range(num))
+    harness = Harness("T", num_slots=2)
+    sink = harness.submit(state, max_tokens=0, questions=questions)
+    return lambda: harness.run(sink)
+
+
+def options_of_a_question(num: int) -> Callable[[], object]:
+    options = [(1, 2, 3, number, number + 1) for number in range(num)]
+    return lambda: [node.wanted(()) for node in trie_of(options)[0].line()]
+
+
+def tree_for_the_console(num: int) -> Callable[[], object]:
+    cache = with_conversations(num)
+    return lambda: view(cache, "", max_nodes=num // 2)
+
+
+def bound_tools(num: int) -> Callable[[], object]:
+    schema = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+    tools = [BoundTool(f"tool_{number}", schema) for number in range(num)]
+    return lambda: CallGrammar(HERMES, tools, json.dumps).lazy()
+
+
+def searched_tools(num: int) -> Callable[[], object]:
+    tools = [{"function": {"name": f"tool_{n}", "description": f"Reads file {n}."}} for n in range(num)]
+    return lambda: find_tools("tool_search_tool_bm25", {"query": "reads file"}, tools)
+
+
 @pytest.mark.parametrize(
     ("make", "num", "growth"),
     [
@@ -127,6 +200,14 @@ def messages_moved_by_one(num: int) -> Callable[[], object]:
         (row_joins, 32, LINEAR),
         (waiting_requests, 64, LINEAR),
         (running_on_one_head, 16, LINEAR),
+        (beside_idle_slots, 16, LINEAR),
+        (drafts_apart, 16, LINEAR),
+        (drafts_together, 16, LINEAR),
+        (scored_questions, 16, LINEAR),
+        (options_of_a_question, 100, LINEAR),
+        (tree_for_the_console, 100, LINEAR),
+        (bound_tools, 30, LINEAR),
+        (searched_tools, 100, LINEAR),
         (beside_stored_conversations, 100, 1.1),
         (evicting_all, 40, LINEAR),
         (restore_points, 200, LINEAR),

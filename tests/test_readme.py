@@ -1,5 +1,6 @@
 """The README's example runs as it stands, against the server that the README starts."""
 
+import io
 import re
 import shlex
 import subprocess
@@ -7,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from models.names import SHORT_NAMES
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.cli.main import app, execute
+from server.cli.serve import Surroundings, _show_banner
 from tests.support.apps import create_app
 from tests.support.live_server import running
 
@@ -32,8 +35,11 @@ def test_the_example_asks_every_question_and_reuses_what_it_said(capsys: pytest.
     try:
         with running(create_app(service.engine, service.model, config)) as url:
             code = program.replace("http://127.0.0.1:8080", url)
-            ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+            command = [sys.executable, "-c", code]
+            ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
             assert execute(["doctor", url]) == 0
+        banner, around = io.StringIO(), Surroundings((), "libopenblas.so.0", ["http://127.0.0.1:8080"])
+        _show_banner(Console(file=banner, soft_wrap=True, highlight=False), service, config, around)
     finally:
         service.engine.stop()
     assert ended.returncode == 0, ended.stderr
@@ -49,6 +55,11 @@ def test_the_example_asks_every_question_and_reuses_what_it_said(capsys: pytest.
     # The example sends a key, which is no hindrance to who owns the server.
     told = capsys.readouterr().out.splitlines()[0]
     assert told in blocks("")[0] and "mlx-serve doctor\n" in blocks("")[0]
+    if sys.platform == "linux":  # elsewhere there are other lines
+        facts, _, example = banner.getvalue().partition("\n\n")
+        assert example.strip() in blocks("")[0]
+        told_labels = {line.split()[0] for line in facts.splitlines()} | {"blas"}
+        assert told_labels == set(re.findall(r"^([a-z]+) {2,}", blocks("")[0], re.MULTILINE))
     assert counts[0][0] == 0 and all(reused > counts[0][1] for reused, _, _ in counts[1:])
 
 

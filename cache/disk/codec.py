@@ -13,7 +13,7 @@ import numpy as np
 
 from cache.budget import DiskFault
 from cache.disk.files import NUMPY_TYPES, NumpyArray, Tensor, TensorFile
-from cache.layers.state import RecurrentState, Segment
+from cache.layers.state import Pack, RecurrentState, Rounded, Segment
 
 # isort: split
 from mlx_lm.models import cache as mlx_lm_cache
@@ -31,6 +31,10 @@ _TYPE_NAMES = {dtype: name for name, dtype in _MLX_TYPES.items()}
 NamedArrays: TypeAlias = list[tuple[str, mx.array]]
 
 
+STORABLE: dict[str, type] = {}
+"""Classes of layer caches that are stored beside mlx-lm's: plain values and arrays, too."""
+
+
 class Unstorable(Exception):
     """Recurrent state holds more than plain values and arrays."""
 
@@ -46,9 +50,11 @@ class StateImage:
         self.start = rows.start if rows is not None else 0
         packs = rows.packs if rows is not None else []
         arrays: NamedArrays = []
-        self._indices = [list(indices) for indices, _ in packs] if rows is not None else None
-        self._tree = [_tree_of(cache, arrays) for cache in recurrent.held] if recurrent is not None else None
-        self._rows = _carried([(f"rows.{number}", array) for number, (_, array) in enumerate(packs)])
+        self._indices = [list(pack.indices) for pack in packs] if rows is not None else None
+        self._rounded = [number for number, pack in enumerate(packs) if pack.peaks is not None]
+        self._tree = [_tree_of(cache, arrays) for cache in recurrent.caches] if recurrent is not None else None
+        named = ((zip(("rows", "peaks"), pack.arrays, strict=False), number) for number, pack in enumerate(packs))
+        self._rows = _carried([(f"{name}.{number}", array) for arrays, number in named for name, array in arrays])
         self._arrays = _carried(arrays)
         carriers = [carrier for *_, carrier in (*self._rows, *self._arrays)]
         mx.eval(carriers)
@@ -61,7 +67,8 @@ class StateImage:
 
     def metadata(self) -> dict[str, str]:
         """Metadata that reading the tensors needs."""
-        return {"state": json.dumps({"rows": self._indices, "points": self._tree})}
+        rounded = {"rounded": self._rounded} if self._rounded else {}
+        return {"state": json.dumps({"rows": self._indices, "points": self._tree, **rounded})}
 
     def tensors(self, start: int, stop: int) -> list[Tensor]:
         """Rows `[start, stop)`, in token offsets, and all recurrent state."""
@@ -91,9 +98,10 @@ def read_state(file: TensorFile, first: int, start: int, stop: int) -> LoadedSta
             return None, recurrent
         packs = []
         for number, group in enumerate(indices):
-            rows = _array(file, f"rows.{number}", start - first, stop - first)
-            packs.append((tuple(group), mx.transpose(rows, (1, 2, 0, 3))))
-        mx.eval([rows for _, rows in packs])
+            names = ("rows", "peaks") if number in state.get("rounded", ()) else ("rows",)
+            stored = (_array(file, f"{name}.{number}", start - first, stop - first) for name in names)
+            packs.append(Pack(tuple(group), *(mx.transpose(array, (1, 2, 0, 3)) for array in stored)))
+        mx.eval([pack.arrays for pack in packs])
         return Segment(start, stop, packs), recurrent
 
 
@@ -122,11 +130,11 @@ def _tree_of(value: Any, arrays: NamedArrays) -> Any:
             return {"empty": [list(value.shape), _TYPE_NAMES[value.dtype]]}
         arrays.append((f"points.{len(arrays)}", value))
         return {"array": [list(value.shape), arrays[-1][0]]}
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, Rounded):
         return {type(value).__name__: [_tree_of(part, arrays) for part in value]}
     if type(value) is dict and all(type(key) is str for key in value):
         return {"dict": {key: _tree_of(part, arrays) for key, part in value.items()}}
-    if _mlx_lm_class(type(value).__name__) is type(value):
+    if _storable_class(type(value).__name__) is type(value):
         return {type(value).__name__: {key: _tree_of(part, arrays) for key, part in vars(value).items()}}
     raise Unstorable(f"{type(value).__name__} is not a class whose state can be stored")
 
@@ -138,22 +146,24 @@ def _value_of(tree: Any, file: TensorFile) -> Any:
     if kind in ("array", "empty"):
         shape, name = content
         return _array(file, name).reshape(shape) if kind == "array" else mx.zeros(shape, _MLX_TYPES[name])
-    if kind in ("list", "tuple"):
+    if kind in ("list", "tuple", "Rounded"):
         parts: Sequence[Any] = [_value_of(part, file) for part in content]
-        return parts if kind == "list" else tuple(parts)
+        return parts if kind == "list" else tuple(parts) if kind == "tuple" else Rounded(*parts)
     values = {key: _value_of(part, file) for key, part in content.items()}
     return values if kind == "dict" else _revived(kind, values)
 
 
 def _revived(name: str, state: dict[str, Any]) -> Any:
-    kind = _mlx_lm_class(name)
+    kind = _storable_class(name)
     if kind is None:
-        raise DiskFault(f"mlx-lm has no {name}")
+        raise DiskFault(f"no class {name} is known")
     value = object.__new__(kind)
     vars(value).update(state)
     return value
 
 
-def _mlx_lm_class(name: str) -> Any:
+def _storable_class(name: str) -> Any:
+    if name in STORABLE:
+        return STORABLE[name]
     kind = getattr(mlx_lm_cache, name, None)
     return kind if isinstance(kind, type) and kind.__module__ == mlx_lm_cache.__name__ else None

@@ -20,7 +20,7 @@ from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.snapshots import KeptPoint, has_whole_snapshot, window_rows
 from cache.trie import Node, NodeMatch, Snapshot
-from cache.types import TokenArray
+from cache.types import LayerKinds, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class DiskConnector:
         is_wanted = has_whole_snapshot(self._layout, node) and node in self._wanted_snapshots(path, place)
         is_needed = is_wanted or not self._layout.needs_snapshots or self.tier.tree.goes_on(place, node.stop)
         if node.span is not None and not node.children and is_needed and not node.is_volatile:
-            self.tier.write_span(_target(node, place), node.span)
+            self.tier.write_span(_target(node, place), self._layout.rounded(node.span))
         if is_wanted:
             self._save_snapshot(_target(node, place), node)
 
@@ -142,11 +142,17 @@ class DiskConnector:
         for node in path:
             is_missing = any(first < node.stop and node.start < last for first, last in missing)
             if is_missing and node.stop <= stop and not node.is_volatile:
+                yield from self._wait_for_queue()
                 segment = node.span if node.span is not None else live_rows(node)
-                self.tier.write_span(_target(node, place, used_at), segment)
+                self.tier.write_span(_target(node, place, used_at), self._layout.rounded(segment))
                 yield
         for node in wanted:
+            yield from self._wait_for_queue()
             self._save_snapshot(_target(node, place, used_at), node)
+            yield
+
+    def _wait_for_queue(self) -> Iterator[None]:
+        while self.tier.is_busy:
             yield
 
     def _wanted_snapshots(self, path: list[Node], place: DiskPlace) -> list[Node]:
@@ -159,18 +165,16 @@ class DiskConnector:
             return []
         on_disk = [file.stop for file in self.tier.tree.snapshots(place)]
         size = max(snapshot.num_bytes for node in nodes.values() if (snapshot := node.snapshot) is not None)
-        min_gain = int(GAIN_RATIO * size / self._layout.bytes_per_token) if self._layout.bytes_per_token else 0
+        per_token = self._layout.stored_bytes_per_token
+        min_gain = int(GAIN_RATIO * size / per_token) if per_token else 0
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
     def _save_snapshot(self, target: Target, node: Node) -> None:
         snapshot = node.snapshot
         assert snapshot is not None
-        window = snapshot.window
-        if window is not None:
-            first = max(0, snapshot.offset - self._layout.window)
-            rows = window_rows(self._layout, node.parent, window.start) if window.start > first else []
-            window = reduce(Segment.join, [*rows, window]).tail(first)
-        self.tier.write_snapshot(target, window, snapshot.recurrent)
+        window = whole_window(self._layout, node, snapshot)
+        recurrent = snapshot.recurrent and self._layout.rounded_recurrent(snapshot.recurrent)
+        self.tier.write_snapshot(target, window, recurrent)
 
     def check(self, node: Node) -> None:
         """Asserts that a node's kept place is right."""
@@ -179,6 +183,16 @@ class DiskConnector:
             tokens = np.concatenate([step.tokens for step in node.path()])[: place.length]
             step = self.tier.tree.follow(node.trie.namespace, START, tokens)
             assert step.length == place.length, f"{node} keeps a place at {place.length}, found {step.length}"
+
+
+def whole_window(layout: LayerKinds, node: Node, snapshot: Snapshot) -> Segment | None:
+    """A snapshot's window rows at a node's end, with those that are held above."""
+    window = snapshot.window
+    if window is None:
+        return None
+    first = max(0, snapshot.offset - layout.window)
+    rows = window_rows(layout, node.parent, window.start) if window.start > first else []
+    return reduce(Segment.join, [*rows, window]).tail(first)
 
 
 def _target(node: Node, place: DiskPlace, used_at: int | None = None) -> Target:

@@ -153,19 +153,25 @@ class Receipt:
 
 def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Receipt:
     """Writes a safetensors file, synced. Raises OSError."""
+    with files.create(path) as file:
+        receipt = write_to(file, tensors, metadata)
+        files.sync(file)
+    return receipt
+
+
+def write_to(file: BinaryIO, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Receipt:
+    """Writes what `TensorFile` reads. Raises OSError."""
     header = _header(tensors, metadata)
     checksums, num_bytes = bytearray(), len(header)
-    with files.create(path) as file:
-        file.write(header)
-        for tensor in tensors:
-            for start in range(0, len(tensor.rows), tensor.block_rows):
-                block = np.ascontiguousarray(tensor.rows[start : start + tensor.block_rows])
-                file.write(block.data)
-                FileSystem.num_writes += 1
-                checksums += _checksum(block.data)
-                num_bytes += block.nbytes
-        file.write(checksums)
-        files.sync(file)
+    file.write(header)
+    for tensor in tensors:
+        for start in range(0, len(tensor.rows), tensor.block_rows):
+            block = np.ascontiguousarray(tensor.rows[start : start + tensor.block_rows])
+            file.write(block.data)
+            FileSystem.num_writes += 1
+            checksums += _checksum(block.data)
+            num_bytes += block.nbytes
+    file.write(checksums)
     return Receipt(num_bytes + len(checksums), len(header), len(checksums), _checksum(header, checksums))
 
 
@@ -233,7 +239,7 @@ class TensorFile:
         return rows[start - first : stop - first]
 
     def _verify(self, block: int, data: memoryview, block_bytes: int) -> None:
-        for number, start in enumerate(range(0, len(data), block_bytes), block):
+        for number, start in enumerate(range(0, len(data), max(1, block_bytes)), block):
             expected = self._checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
             if _checksum(data[start : start + block_bytes]) != expected:
                 raise DiskFault("the data are damaged")

@@ -18,7 +18,7 @@ from pathlib import Path
 from cache.budget import DiskFault, DiskInUse, FolderError
 from cache.disk.codec import LoadedState, StateImage, read_state
 from cache.disk.files import FileSystem, Receipt, TensorFile, read_exactly, write_tensors
-from cache.disk.index import DATABASE, WriteDay, add, prepare, read_rows, read_write_day
+from cache.disk.index import DATABASE, WriteDay, add, prepare, read_fingerprint, read_rows, read_write_day
 from cache.disk.tree import DiskTree, FilePart, FileRow, StoredFile, extended
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
@@ -60,6 +60,17 @@ def _check_owner(files: FileSystem, folder: Path) -> None:
     else:
         return
     raise FolderError(folder, f"{reason}; it holds people's conversations, so it is not used")
+
+
+def find_fingerprint(folder: Path) -> str | None:
+    """The fingerprint of the state in a folder, if there is state. Raises FolderError."""
+    if not (folder / DATABASE).exists():
+        return None
+    try:
+        with contextlib.closing(FileSystem().connect(folder / DATABASE)) as index:
+            return read_fingerprint(index)
+    except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
+        raise _unusable(folder, error) from error
 
 
 class DiskStore:
@@ -138,8 +149,8 @@ class DiskStore:
             self._scrub(index)
             if num_foreign:
                 logger.warning(
-                    "disk cache: removed %d files of state of other weights, of another --speculate, or of another "
-                    "version of mlx or mlx-lm",
+                    "disk cache: removed %d files of state of other weights, of another --speculate or --cache-bits, "
+                    "or of another version of mlx or mlx-lm",
                     num_foreign,
                 )
             return index, self._find(index), read_write_day(index)

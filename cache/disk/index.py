@@ -135,6 +135,13 @@ def prepare(database: sqlite3.Connection, fingerprint: str) -> int:
     return num_foreign
 
 
+def read_fingerprint(database: sqlite3.Connection) -> str | None:
+    """The fingerprint that all rows share, if there are rows."""
+    (has_table,) = database.execute("SELECT COUNT(*) FROM sqlite_master WHERE name = 'state'").fetchone()
+    row = database.execute("SELECT fingerprint FROM state").fetchone() if has_table else None
+    return str(row[0]) if row is not None else None
+
+
 def read_rows(database: sqlite3.Connection) -> list[FileRow]:
     """All rows with valid columns."""
     rows = []

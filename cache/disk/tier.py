@@ -104,9 +104,7 @@ class FileReader:
         segment, _ = self.load(part)
         if segment is None:
             raise DiskFault("the file holds no rows")
-        if part.stop < segment.stop:
-            segment = segment.split(part.stop)[0]
-        return segment.tail(part.start) if part.start > segment.start else segment
+        return segment.between(part.start, part.stop)
 
     def load(self, part: FilePart) -> LoadedState:
         """Reads rows, perhaps more, and recurrent state, evaluated. Raises DiskFault; a damaged file is then gone."""
@@ -147,6 +145,8 @@ class FileReader:
 
 
 RETRY_SECONDS = 60.0
+WAIT_SECONDS, WAIT_SHARE = 1.0, 0.1
+"""The longest that writes wait for room in a full queue, and the part of all time: answers wait too."""
 
 
 class WriteQueue:
@@ -163,15 +163,39 @@ class WriteQueue:
         self._writes: deque[tuple[StoredFile, int, Future[Receipt | None]]] = deque()
         """Each with the bytes held until it ends."""
         self._paused_until = -math.inf
+        self._patience, self._waited_at = WAIT_SECONDS, 0.0
+        """Seconds that writes may wait for room, and when one last did."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-writer")
 
     def accepts(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more may wait; an empty queue accepts any file."""
-        is_full = self._writes and self.waiting_bytes + num_bytes > self.max_waiting_bytes
-        if is_full or self._elapsed() < self._paused_until:
+        """Whether `num_bytes` more may wait; a full queue is waited for. An empty queue accepts any file."""
+        if self._elapsed() < self._paused_until:
             return False
+        excess, ahead = self.waiting_bytes + num_bytes - self.max_waiting_bytes, list[Future[Receipt | None]]()
+        for _, held_bytes, write in self._writes:
+            if excess > 0:
+                ahead.append(write)
+                excess -= held_bytes
+        if ahead and not self._have_ended(ahead):
+            self._pause("the disk is slower than what is to be written")
+            return False
+        if any(write.cancelled() or write.exception() is not None for write in ahead):
+            return False  # `ended` will pause
         self._store.is_failing = False  # a failure before the pause must not fail what comes after it
         return True
+
+    def _have_ended(self, writes: "list[Future[Receipt | None]]") -> bool:
+        """Waits for writes, as long as waiting may take yet."""
+        begun = self._elapsed()
+        self._patience = min(self._patience + WAIT_SHARE * (begun - self._waited_at), WAIT_SECONDS)
+        is_over = not futures.wait(writes, self._patience).not_done
+        self._waited_at = self._elapsed()
+        self._patience = max(self._patience - (self._waited_at - begun), 0.0)
+        return is_over
+
+    def _pause(self, why: str) -> None:
+        self._paused_until = self._elapsed() + RETRY_SECONDS
+        self._report(f"{why}; further state stays in memory for now")
 
     def add(self, num_bytes: int, file: StoredFile, image: StateImage, tokens: TokenArray, day: WriteDay) -> None:
         """Queues `DiskStore.write`, which holds `num_bytes` of memory until it ends. Requires `accepts`."""
@@ -185,8 +209,7 @@ class WriteQueue:
             self.waiting_bytes -= num_bytes
             error = None if receipt.cancelled() else receipt.exception()
             if error is not None:
-                self._paused_until = self._elapsed() + RETRY_SECONDS
-                self._report(f"writing failed, further state stays in memory for now: {error}")
+                self._pause(f"writing failed: {error}")
             yield file, None if receipt.cancelled() or error is not None else receipt.result()
 
     def change(self, action: Callable[[], None]) -> None:
@@ -195,9 +218,13 @@ class WriteQueue:
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Waits until all that is queued has ended; False on timeout."""
-        barrier = self._thread.submit(lambda: None)
+        barrier = self.barrier()
         futures.wait([barrier], timeout_seconds)
         return barrier.done()
+
+    def barrier(self) -> "Future[None]":
+        """Done once all that is queued now has ended."""
+        return self._thread.submit(lambda: None)
 
     def cancel(self) -> None:
         """Drops waiting writes."""
@@ -321,8 +348,8 @@ class DiskTier:
     def write_span(self, target: Target, segment: Segment) -> None:
         """Begins to write what disk lacks of a segment that stops where `target` does.
 
-        Nothing if too much waits, a budget is used up, or the disk fails. Borrows the arrays. Evicts nothing used
-        after `target.used_at`.
+        Waits for a full queue. Nothing if the disk is too slow, a budget is used up, or the disk fails. Borrows the
+        arrays. Evicts nothing used after `target.used_at`.
         """
         place, used_at = self._use(target)
         start, stop = segment.start, len(target.tokens)

@@ -183,6 +183,11 @@ _KINDS: dict[type, CacheKind] = {
 _rotating, _chunked = lru_cache(_Rotating), lru_cache(_Chunked)
 
 
+def register_kind(cache_class: type, kind: CacheKind) -> None:
+    """Names a class of layer caches that stands beside its model."""
+    _KINDS[cache_class] = kind
+
+
 def kind_of(cache: LayerCache) -> CacheKind:
     """What a layer cache can do; with a head, what its tail can."""
     cache = tail_of(cache)

@@ -6,14 +6,31 @@ offset. Nothing here knows tokens, nodes or a budget.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import mlx.core as mx
 
 from cache.layers import state as segments
 from cache.layers.kinds import RowKind, head_length, kind_of, leaves_of, split_at_head, tail_of
-from cache.layers.state import Pack, RecurrentState, Segment, arrays_in, assert_rows, owned, packed, rows_up_to
+from cache.layers.state import (
+    GROUP,
+    PACK_BYTES,
+    Pack,
+    RecurrentState,
+    Rounded,
+    Segment,
+    arrays_in,
+    assert_rows,
+    bytes_of,
+    numbered,
+    owned,
+    packed,
+    rounding,
+    rows_up_to,
+)
 from cache.types import LayerCache
 
 CHUNK_TOKENS = 256
@@ -22,23 +39,53 @@ GROWTH_TOKENS = 256
 """A full span buffer grows by so many tokens: copying all rows costs 1/128 of reading them for each token."""
 
 
+@dataclass(frozen=True)
+class StoredForm:
+    """What stored state is rounded to 8 bits; the rest is stored as it is."""
+
+    rows: bool = False
+    """Spans, where a row has whole groups."""
+    recurrent: bool = False
+    """The matrices of recurrent layers."""
+    told: str = field(default="", compare=False)
+    """For a person, with why not more; empty where nobody asked."""
+
+    @property
+    def is_exact(self) -> bool:
+        return not (self.rows or self.recurrent)
+
+    def __str__(self) -> str:
+        """What state depends on, beside the model."""
+        return f"8 bits, groups of {GROUP}: {'rows' * self.rows} {'matrices' * self.recurrent}"
+
+
+EXACT = StoredForm()
+
 _Rows: TypeAlias = tuple[RowKind, LayerCache, range]
-"""One row layer: its adapter, its live cache, and the numbers of its components, counted over all row layers."""
+"""One row layer: kind, live cache, and the numbers of its components, which are counted over all row layers."""
 
 
 class Layout:
     """How one model's layer caches come apart."""
 
-    bytes_per_token = 0.0
-    """Bytes of a token's span rows; 0 until `calibrate`."""
+    bytes_per_token = stored_bytes_per_token = 0.0
+    """Bytes of a token's span rows, live and stored; 0 until `calibrate`."""
+    form = EXACT
     _window_bytes_per_row = 0.0
+    _shapes: Sequence[dict[int, tuple[int, int]]] = ()
+    """Heads and width of each component of spans, and of windows; empty until `calibrate`."""
     _recurrent_bytes = 0
     _spans: Sequence[tuple[int, RowKind]] = ()
     """With each layer's index among leaves."""
     _windows: Sequence[tuple[int, RowKind]] = ()
 
-    def __init__(self, caches: Sequence[LayerCache], chunk_tokens: int = CHUNK_TOKENS) -> None:
-        self._chunk_tokens = chunk_tokens
+    def __init__(
+        self,
+        caches: Sequence[LayerCache],
+        chunk_tokens: int = CHUNK_TOKENS,
+        form: StoredForm = EXACT,
+    ) -> None:
+        self._chunk_tokens, self.form = chunk_tokens, form
         leaves = leaves_of(caches)
         rows = [(index, kind) for index, cache in enumerate(leaves) if isinstance(kind := kind_of(cache), RowKind)]
         windows = {leaf.window for _, leaf in rows if leaf.window}
@@ -51,6 +98,7 @@ class Layout:
         known = dict([*self._spans, *self._windows])
         self._recurrent = [index for index in range(len(leaves)) if index not in known]
         self.has_recurrent = bool(self._recurrent)
+        self._is_all_recurrent = all(kind_of(leaves[index]).is_merged for index in self._recurrent)
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
         """Measures a sequence's layers by caches with a few tokens; leaves out those that stay empty.
@@ -62,9 +110,27 @@ class Layout:
             [(index, leaf) for index, leaf in layers if leaf.length(leaves[index])]
             for layers in (self._spans, self._windows)
         )
+        size_of = Rounded.size_of if self.form.rows else _size_of
         self.bytes_per_token = _bytes_per_row(_rows(self._spans, caches))
+        self.stored_bytes_per_token = _bytes_per_row(_rows(self._spans, caches), size_of)
         self._window_bytes_per_row = _bytes_per_row(_rows(self._windows, caches))
         self._recurrent_bytes = sum(array.nbytes for array in arrays_in(self._recurrent_leaves(caches)))
+        self._shapes = [
+            {
+                component: (array.shape[1], array.shape[3])
+                for leaf, live, components in _rows(layers, caches)
+                for component, array in zip(components, leaf.arrays(live), strict=True)
+            }
+            for layers in (self._spans, self._windows)
+        ]
+
+    def fits(self, rows: Segment | None, recurrent: RecurrentState | None, *, is_snapshot: bool) -> bool:
+        """Whether span rows, or a snapshot, have the components and shapes of the caches that were measured."""
+        packs = rows.packs if rows is not None else ()
+        shapes = {index: (pack.rows.shape[1], pack.rows.shape[3]) for pack in packs for index in pack.indices}
+        num_recurrent = len(recurrent.caches) if recurrent is not None else 0
+        wanted = len(self._recurrent) if is_snapshot else 0
+        return not self._shapes or (shapes == self._shapes[is_snapshot] and num_recurrent == wanted)
 
     @property
     def needs_snapshots(self) -> bool:
@@ -90,7 +156,7 @@ class Layout:
         """Live caches' bytes in the allocator, with unused capacity."""
         arrays = arrays_in(list(caches))
         mx.eval(arrays)
-        return int(mx.get_array_buffer_size(*arrays)) if arrays else 0
+        return bytes_of(arrays)
 
     def bytes_for(self, num_tokens: int, head_tokens: int = 0) -> int:
         """About the most own bytes of a live sequence until it has `num_tokens`, of them `head_tokens` in a head.
@@ -160,7 +226,7 @@ class Layout:
             arrays = [array for leaf, live, _ in batch for array in leaf.arrays(live)]
             indices = [index for _, _, components in batch for index in components]
             for pack, (start, stop) in zip(packs, own_ranges, strict=True):
-                pack.extend(packed(indices, (array[..., start:stop, :] for array in arrays)))
+                pack.extend(packed(numbered((array[..., start:stop, :] for array in arrays), indices)))
             del arrays
             if consume:
                 for _, live, _ in batch:
@@ -207,6 +273,30 @@ class Layout:
         """Makes empty caches begin with `head`, without a copy."""
         split_at_head(caches, head, 0)
 
+    # -- rounding to 8 bits
+
+    def can_round_recurrent(self, state: RecurrentState) -> bool:
+        """Whether the state, of which nothing but recurrent layers may be part, has something to round."""
+        return self._is_all_recurrent and state.can_round
+
+    def can_round(self, rows: Segment | None, recurrent: RecurrentState | None) -> bool:
+        """Whether something is exact that is to be rounded."""
+        has_rows = self.form.rows and rows is not None and rows.can_round
+        return has_rows or (self.form.recurrent and recurrent is not None and recurrent.can_round)
+
+    def rounding(self, rows: Segment, piece_bytes: int = PACK_BYTES) -> Iterator[tuple[int, Segment]]:
+        """See `state.rounding`; nothing where rows stay exact."""
+        return rounding(rows, piece_bytes) if self.form.rows else iter(())
+
+    def rounded(self, rows: Segment) -> Segment:
+        """Stored span rows in their last form."""
+        last = deque(self.rounding(rows), maxlen=1)
+        return last[0][1] if last else rows
+
+    def rounded_recurrent(self, state: RecurrentState) -> RecurrentState:
+        """Stored recurrent state in its last form."""
+        return state.rounded() if self.form.recurrent else state
+
     # -- windows and recurrent state
 
     def window_start(self, caches: Sequence[LayerCache], offset: int) -> int:
@@ -219,7 +309,7 @@ class Layout:
         for leaf, live, _ in _rows(self._windows, caches):
             skipped = leaf.length(live) - (offset - start)
             rows.extend(array[..., skipped : skipped + offset - start, :] for array in leaf.arrays(live))
-        return Segment(start, offset, packed(range(len(rows)), rows))
+        return Segment(start, offset, packed(numbered(rows, range(len(rows)))))
 
     def load_windows(self, caches: Sequence[LayerCache], rows: Sequence[Segment], offset: int) -> None:
         """Restores window caches at `offset` from adjoining segments; raises AssertionError without all rows."""
@@ -275,8 +365,12 @@ def _batches(spans: Iterable[_Rows]) -> Iterator[list[_Rows]]:
         yield batch
 
 
-def _bytes_per_row(rows: Iterable[_Rows]) -> float:
-    return sum(sum(array.nbytes for array in leaf.arrays(live)) / leaf.length(live) for leaf, live, _ in rows)
+def _size_of(array: mx.array) -> int:
+    return int(array.nbytes)
+
+
+def _bytes_per_row(rows: Iterable[_Rows], size_of: Callable[[mx.array], int] = _size_of) -> float:
+    return sum(sum(map(size_of, leaf.arrays(live))) / leaf.length(live) for leaf, live, _ in rows)
 
 
 def _resize(leaf: RowKind, live: LayerCache, capacity_tokens: int) -> None:

@@ -12,7 +12,6 @@ Invariants:
 Which rows to put together is decided by `grouping.py`. Worker thread only.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,16 +19,13 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from cache.layers.kinds import kind_of, leaves_of, split_at_head, tail_of
+from cache.layers.kinds import kind_of, leaves_of, tail_of
 from cache.types import LayerCache
-from models.inference.feeds import Rewind, seconds_of, unchanged
-from models.inference.grouping import GROWTH_TOKENS, Buffer, Costs, Row, Wanted, capacity_for
-from models.inference.ragged import flat_layers, join_layers, put_back, ragged_attention
+from models.inference.feeds import Rewind, unchanged
+from models.inference.grouping import Row, Wanted
+from models.inference.ragged import flat_layers, join_layers, put_back
 from models.inference.row import DecodeRow, Group
-from models.mlx_lm_import import ArraysCache, KVCache
-
-MAX_MEMBER_TOKENS, MAX_MASKED_TOKEN = 65_536.0, 16.0
-"""Assumed costs where reading costs nothing measurable."""
+from models.mlx_lm_import import ArraysCache
 
 Choose: TypeAlias = Callable[..., list[Wanted]]
 """Chooses groups: `grouping.plan` with a model's costs."""
@@ -308,102 +304,3 @@ def _describe(row: DecodeRow, groups: Sequence[Group]) -> Row:
         return Row(row.own_length, row.reserved_tokens, can_share=row.used_leaves() is not None)
     num_tokens = group.clock.lasts[group.rows.index(row)] - group.start
     return Row(num_tokens, row.reserved_tokens, groups.index(group))
-
-
-_NUM_ROWS, _NUM_LAYERS = 4, 3
-_MIN_TRIALS, _MAX_TRIALS, _TRIAL_SECONDS = 5, 20, 0.15
-_SHORT_TOKENS, _LONG_TOKENS = 512, 2048
-_TAIL_TOKENS = 64
-_QUERIES_PER_KEY = 4
-"""Query heads for each key head, as in models of today."""
-
-
-def measure_costs(caches: Sequence[LayerCache]) -> Costs:
-    """Times attention in layers like those of `caches`: rows by themselves, in a group, and under a mask."""
-    short, long = [_SHORT_TOKENS] * _NUM_ROWS, [_LONG_TOKENS] * _NUM_ROWS
-    uneven, long_uneven = ([num - row for row, num in enumerate(lengths)] for lengths in (short, long))
-    sides: list[_Side] = [(short, None, 0), (long, None, 0), (short, _one_group, 0)]
-    sides += [(uneven, _one_group, 0), (long_uneven, _one_group, 0)]
-    alone, longer, grouped, masked, longer_masked = _best_seconds(caches, sides)
-    num_tokens = _NUM_ROWS * (_LONG_TOKENS - _SHORT_TOKENS)
-    token = max(1e-12, (longer - alone) / num_tokens)
-    masked_token = min(max(1.0, (longer_masked - masked) / num_tokens / token), MAX_MASKED_TOKEN)
-    member = (alone - grouped) / (_NUM_ROWS - 1) / token
-    mask = (masked - grouped) / token - (masked_token - 1) * _NUM_ROWS * _SHORT_TOKENS
-    member, mask = (min(max(0.0, cost), MAX_MEMBER_TOKENS) for cost in (member, mask))
-    return Costs(member, mask, masked_token)
-
-
-def measure_head_tokens(caches: Sequence[LayerCache]) -> float:
-    """Tokens from which two rows on one head are faster than with a copy each; maybe infinite.
-
-    Timed at two lengths; the gain counts as linear between and beyond.
-    """
-    lengths = _SHORT_TOKENS, _LONG_TOKENS
-    sides: Sequence[_Side] = [
-        ([num + _TAIL_TOKENS] * 2, _one_group, num * is_headed) for is_headed in (False, True) for num in lengths
-    ]
-    short_copied, long_copied, short_headed, long_headed = _best_seconds(caches, sides)
-    short_gain, long_gain = short_copied - short_headed, long_copied - long_headed
-    per_token = (long_gain - short_gain) / (_LONG_TOKENS - _SHORT_TOKENS)
-    if long_gain <= 0 or per_token <= 0:
-        return float("inf")
-    return max(0.0, _SHORT_TOKENS - short_gain / per_token)
-
-
-_Side: TypeAlias = tuple[Sequence[int], Choose | None, int]
-"""Tokens of each row, the choice of groups, and tokens on one head."""
-
-
-def _best_seconds(caches: Sequence[LayerCache], sides: Sequence[_Side]) -> list[float]:
-    """The best of several for each side, in turns: other work of the machine only adds."""
-    like = next(cache for cache in leaves_of(caches) if DecodeRow([cache]).length and cache.keys is not None)
-    steps = [_timed_step(like, *side) for side in sides]
-    timed, begun = list[list[float]](), time.perf_counter()
-    while len(timed) < _MIN_TRIALS or (len(timed) < _MAX_TRIALS and time.perf_counter() - begun < _TRIAL_SECONDS):
-        timed.append([step() for step in steps])
-    return [min(times) for times in zip(*timed, strict=True)]
-
-
-def _timed_step(
-    like: LayerCache, lengths: Sequence[int], choose: Choose | None, head_tokens: int
-) -> Callable[[], float]:
-    """What returns the seconds of attention of rows without content in layers but the first, step after step.
-
-    The first `head_tokens` of the rows are on one head.
-    """
-    rows = [DecodeRow([_made_up(like, num_tokens) for _ in range(_NUM_LAYERS)]) for num_tokens in lengths]
-    head = [KVCache() for _ in range(_NUM_LAYERS)]
-    for row in rows if head_tokens else ():
-        split_at_head(row.caches, head, head_tokens)
-    batch, (_, num_heads, _, width) = DecodeBatch(choose), like.keys.shape
-    queries = mx.zeros((len(rows), _QUERIES_PER_KEY * num_heads, 1, width), like.keys.dtype)
-    added = [mx.zeros((len(rows), num_heads, 1, old.shape[3]), like.keys.dtype) for old in (like.keys, like.values)]
-
-    def attend(layer: LayerCache) -> mx.array:
-        mask = layer.make_mask(1, window_size=None, return_array=False)
-        keys, values = layer.update_and_fetch(*added)
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=1.0, mask=mask)
-
-    def seconds() -> float:
-        first, *layers = batch.arrange(rows, float("inf"))
-        with ragged_attention():
-            mx.eval(attend(first))  # with what is made once a step
-            seconds = seconds_of(lambda: [attend(layer) for layer in layers])
-        batch.advance()
-        return seconds
-
-    return seconds
-
-
-def _made_up(like: LayerCache, num_tokens: int) -> LayerCache:
-    cache = KVCache()
-    shapes = [(*rows.shape[:2], num_tokens + GROWTH_TOKENS, rows.shape[3]) for rows in (like.keys, like.values)]
-    cache.keys, cache.values = (mx.zeros(shape, like.keys.dtype) for shape in shapes)
-    cache.offset = num_tokens
-    mx.eval(cache.keys, cache.values)
-    return cache
-
-
-def _one_group(rows: Sequence[Row], groups: Sequence[Buffer], *, spare_tokens: float) -> list[Wanted]:
-    return [Wanted(tuple(range(len(rows))), Buffer(len(rows), capacity_for(rows)))]

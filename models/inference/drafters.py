@@ -8,7 +8,6 @@ states are not stored: the first entry after a restored prefix takes zeros.
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
@@ -16,13 +15,10 @@ from mlx.nn.layers.base import Module
 
 from cache.layers.kinds import kind_of, leaves_of, make_caches, tail_of
 from cache.types import LayerCache
-from models.inference.feeds import seconds_of, unchanged
+from models.inference.feeds import unchanged
 from models.inference.ragged import Padding, RaggedLayer
 from models.loader import DraftModel, LoadedModel
 from models.mtp import MtpModule, language_model
-
-_TRIALS = 4
-_TRIED_TOKENS = 3
 
 StatesBefore: TypeAlias = Sequence[mx.array | None]
 """The hidden state before each row's first token of a call, `[1, width]`; None if unknown."""
@@ -104,12 +100,6 @@ class Drafter(ABC):
         layers = caches[-self.num_layers :]
         with unchanged(leaves_of(layers)):
             return self.draft(layers, layers, [known], before, num_tokens)[0]
-
-    def measure_draft_seconds(self, caches: Sequence[LayerCache]) -> float:
-        """Seconds of one drafted token, for a row with a few tokens in `caches`: the best of some tries."""
-        before = self.evaluate(mx.array([[0]]), self.make_cache(), [1], [None]).behind
-        draft = partial(self.draft_alone, caches, [0], before, _TRIED_TOKENS)
-        return min(seconds_of(draft) for _ in range(_TRIALS)) / _TRIED_TOKENS
 
 
 class MtpDrafter(Drafter):

@@ -1,18 +1,14 @@
-"""Several tokens of a row in one step: how layer caches forget the last of them, and what such a step costs.
+"""Several tokens of a row in one step: how layer caches forget the last of them.
 
 References to earlier state are held from a step's preparation until it is settled (`row.py`), and only of arrays that
 a call replaces: MLX would copy a buffer that grows in place. Worker thread only.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import product
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from cache.layers.kinds import kind_of, leaves_of, tail_of
 from cache.types import LayerCache
@@ -78,37 +74,3 @@ def _copied(value: Any) -> Any:
 
 def _num_places(cache: LayerCache) -> int:
     return 0 if cache.keys is None else int(cache.keys.shape[2])
-
-
-# --------------------------------------------------------------------------------------------- cost of a step
-
-_WIDTHS = (1, 2, 4, 8, 16, 32)
-_TRIALS = 2
-"""More would not tell what steps cost beside other work: that is learned while serving."""
-
-
-def measure_step_seconds(
-    model: Any, caches: Sequence[LayerCache], vocab_size: int, max_seconds: float
-) -> dict[int, float]:
-    """Best seconds of a call with each of `_WIDTHS` tokens of one row, which has a few in `caches`.
-
-    Tokens are distinct, as experts are chosen by token. Widths that exceed the time count as proportional.
-    """
-    rng, begun, best = np.random.default_rng(0), time.perf_counter(), dict[int, float]()
-    for _, width in product(range(_TRIALS), _WIDTHS):
-        if best and time.perf_counter() - begun > max_seconds:
-            break
-        tokens = mx.array(rng.choice(vocab_size, (1, width), replace=False))
-        rewind = Rewind(caches, width)
-        seconds = seconds_of(partial(model, tokens, cache=caches))
-        rewind.keep(0)
-        best[width] = min(best.get(width, seconds), seconds)
-    longest = max(best)
-    return {width: best.get(width, best[longest] * width / longest) for width in _WIDTHS}
-
-
-def seconds_of(compute: Callable[[], Any]) -> float:
-    """Seconds until all that `compute` returns is evaluated."""
-    begun = time.perf_counter()
-    mx.eval(compute())
-    return time.perf_counter() - begun

@@ -50,7 +50,7 @@ class GrammarCompiler:
         self._eos = sorted(eos_token_ids)
         self._tokenizer = cache(partial(_read_tokenizer, describe_tokenizer, self._eos))
         self._compiled = lru_cache(MAX_KEPT)(
-            lambda grammar: _LlguidanceGrammar(self._tokenizer(), self._checked(grammar), self._eos)
+            lambda grammar: _LlguidanceGrammar(self._tokenizer(), grammar, self._checked(grammar), self._eos)
         )
         self._remembered = lru_cache(MAX_KEPT)(lambda write, *key: write(self, *key))
         self._accepts, self._spelled = lru_cache(MAX_CHECKED)(self._try), lru_cache(MAX_CHECKED)(self._spell)
@@ -130,8 +130,9 @@ def _read_tokenizer(describe: Callable[[], str], eos_token_ids: list[int]) -> An
 class _LlguidanceGrammar:
     """One compiled grammar. Any thread."""
 
-    def __init__(self, tokenizer: Any, definition: str, eos_token_ids: Iterable[int]) -> None:
+    def __init__(self, tokenizer: Any, source: Grammar, definition: str, eos_token_ids: Iterable[int]) -> None:
         self.tokenizer: Final = tokenizer
+        self.source: Final = source
         self._definition = definition
         self._lock = threading.Lock()
         self._beginning = self._compile()

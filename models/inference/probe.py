@@ -10,6 +10,7 @@ discrete choice, such as of an expert; only a fault comes back with new random t
 """
 
 import logging
+import math
 import re
 import time
 from collections import Counter, defaultdict
@@ -24,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.layers.kinds import RowKind, kind_of, leaves_of, make_caches, split_at_head, tail_of
-from cache.layers.state import arrays_in
+from cache.layers.layout import Layout, StoredForm
+from cache.layers.state import GROUP, arrays_in
 from cache.types import LayerCache
 from models.inference import grouping
 from models.inference.batch import DecodeBatch
@@ -32,6 +34,7 @@ from models.inference.feeds import copied_state, find_fixed
 from models.inference.grouping import Row, Wanted
 from models.inference.ragged import NotRagged, inputs_of, join_layers, ragged_attention
 from models.inference.row import DecodeRow
+from models.ranks import ONE_RANK, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +71,7 @@ def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
     kind = kind_of(cache)
     if not isinstance(kind, RowKind) or cache.keys is None:
         return []
-    return [rows[..., rows.shape[2] - count :, :] for rows in kind.arrays(cache)]
+    return [rows[..., rows.shape[2] - count :, :] for rows in kind.arrays(cache) if rows.size]
 
 
 def _gains(num_tokens: int, borders: Sequence[int]) -> NDArray[np.float64]:
@@ -99,14 +102,14 @@ def _drawn(rows: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
     return mx.take(rows, mx.array(rng.integers(0, rows.shape[2], num_rows)), axis=2)
 
 
-_MAX_NAMED_TOKENS = 8192
+MAX_NAMED_TOKENS = 8192
 """Larger numbers of a configuration often repeat the context."""
 
 _SIZE = re.compile(r"(window|window_size|chunk_size|index_topk)$")
 _BLOCKS = re.compile(r"^(.*)topk_blocks$")
 
 
-def _spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
+def spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
     """Collects the windows for which a model asks masks."""
     windows: set[int] = set()
     for cache in leaves_of(caches):
@@ -121,7 +124,8 @@ def _make_mask(windows: set[int], make_mask: Any, *args: Any, **options: Any) ->
     return make_mask(*args, **options)
 
 
-def _named_sizes(value: Any, seen: set[int]) -> Iterator[int]:
+def named_sizes(value: Any, seen: set[int], pattern: re.Pattern[str] = _SIZE) -> Iterator[tuple[str, int]]:
+    """Numbers in a model under names that `pattern` finds, and what blocks of an indexer hold together."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -129,12 +133,12 @@ def _named_sizes(value: Any, seen: set[int]) -> Iterator[int]:
     fields = dict(enumerate(value)) if isinstance(value, list | tuple) else {**own, **getattr(value, "__dict__", {})}
     for name, field in fields.items():
         if isinstance(field, int) and not isinstance(field, bool):
-            if _SIZE.search(str(name)):
-                yield field
+            if pattern.search(str(name)):
+                yield str(name), field
             elif (blocks := _BLOCKS.match(str(name))) and isinstance(fields.get(f"{blocks[1]}block_size"), int):
-                yield field * fields[f"{blocks[1]}block_size"]  # an indexer that selects whole blocks
+                yield str(name), field * fields[f"{blocks[1]}block_size"]  # an indexer that selects whole blocks
         elif isinstance(field, dict | list | tuple) or hasattr(field, "__dict__"):
-            yield from _named_sizes(field, seen)
+            yield from named_sizes(field, seen, pattern)
 
 
 MAX_SECONDS = 30.0
@@ -147,7 +151,7 @@ _LARGEST_ERROR = 0.25
 _SMALLEST_SPREAD = 1e-5
 
 _SHORT_TOKENS = 7
-_GROWTH_TOKENS = 256
+GROWTH_TOKENS = 256
 """Tokens by which mlx-lm's caches grow."""
 
 
@@ -183,6 +187,11 @@ _FLAT_FEEDS = _Plan(
         _ALL,
     ],
 )
+
+
+_RESTORED = _Plan("a restored row differs from itself", [{2: (1, 1)}] * 3)
+_LARGEST_ROUNDING = 0.05
+"""Of a value: where 8 bits give up to .03, 4 bits give up to .5."""
 
 
 class _NotProven(Exception):
@@ -256,12 +265,15 @@ class Probe:
     clock: Callable[[], float] = time.monotonic
     max_seconds: float = MAX_SECONDS
     seed: int = 0
+    ranks: Ranks = ONE_RANK
+    """What one of them finds, all do: a call of the model is one of all ranks."""
     _token_seconds: float = 0.0
     _spent_seconds: float = 0.0
 
     @property
     def left_seconds(self) -> float:
-        return self.max_seconds - self._spent_seconds
+        """Without limit for several ranks: no rank's clock decides which calls there are."""
+        return self.max_seconds - self._spent_seconds if self.ranks.size == 1 else math.inf
 
     def find_form(self, *, shares_heads: bool = True) -> tuple[Form, str]:
         """The best form proven to give rows of different lengths the same as alone; for a person too, see `told`."""
@@ -270,7 +282,7 @@ class Probe:
             if fault := self._explained(self._find_form_fault, better, rows, shares_heads):
                 break
             form = better
-        logger.log(logging.WARNING if form is Form.ALONE else logging.INFO, "rows decode %s", told(form, fault))
+        logger.log(logging.WARNING if form is Form.ALONE else logging.DEBUG, "rows decode %s", told(form, fault))
         return form, told(form, fault)
 
     def _find_form_fault(self, form: Form, rows: _Made, shares_heads: bool) -> str | None:
@@ -295,6 +307,34 @@ class Probe:
         trials = [trial for one in forms[: forms.index(form) + 1] for trial in _TRIALS[one] if not trial.in_chunks]
         return self._explained(self._find_fault, _FLAT_FEEDS, trials, _Made())
 
+    def find_stored_form(self) -> StoredForm:
+        """What may be stored in 8 bits: made-up contexts, beyond each length that is known, go on as they would."""
+        fault = self._explained(self._find_rounding_fault, StoredForm(rows=True))
+        form = StoredForm(rows=fault is None)
+        told = "in 8 bits" if form.rows else f"as it is, because {fault}"
+        if Layout(self.make_caches()).has_recurrent:
+            fault = self._explained(self._find_rounding_fault, replace(form, recurrent=True))
+            form = replace(form, recurrent=fault is None)
+            told += "; recurrent state " + ("too" if fault is None else f"as it is, because {fault}")
+        logger.log(logging.WARNING if form.is_exact else logging.DEBUG, "state is stored %s", told)
+        return replace(form, told=told)
+
+    def _find_rounding_fault(self, form: StoredForm) -> str | None:
+        for border in self._borders:
+            for number in range(_NUM_TRIALS):
+                if (error := self._rounding_error(form, border, number)) <= _LARGEST_ROUNDING:
+                    break
+            else:
+                return f"what follows differs by {error:.2g} of a value at {border} tokens"
+        return None
+
+    def _rounding_error(self, form: StoredForm, border: int, number: int) -> float:
+        self._require(_RESTORED.num_tokens(1))
+        rows = _Rows(self, border, number, _RESTORED)
+        restored = rows.restored(form)
+        logits = {key: array for key, array in rows.alone.items() if key.place[0] < 0}
+        return max(_difference(restored[key], array, _scale(array)) for key, array in logits.items())
+
     def _explained(self, find: Callable[..., str | None], *arguments: Any) -> str | None:
         """A fault that is found, or that it was not."""
         try:
@@ -304,6 +344,8 @@ class Probe:
         except NotRagged as error:
             return str(error)
         except Exception as error:  # it only shows that this model cannot be called in this way
+            if self.ranks.size > 1 and type(error) in (RuntimeError, MemoryError):
+                raise  # of this machine's device: the others would wait within the call
             return f"the model cannot be called in this way: {type(error).__name__}: {error}"
 
     def make_caches(self) -> list[LayerCache]:
@@ -315,7 +357,7 @@ class Probe:
         """Lengths where the model may change; times the second evaluation."""
         self([[0]], self.make_caches())
         begun, caches = self.clock(), self.make_caches()
-        windows = _spy_on_masks(caches)
+        windows = spy_on_masks(caches)
         logits, leaves = self([[0]], caches), leaves_of(caches)
         self._token_seconds = self.clock() - begun
         self._spent_seconds = 2 * self._token_seconds
@@ -326,8 +368,8 @@ class Probe:
         for cache in leaves:
             cache.__dict__.pop("make_mask", None)  # which refers to the cache: its arrays would not be freed at once
         windows |= {kind_of(leaf).window for leaf in leaves}
-        windows |= {size for size in _named_sizes(self.model, set()) if size <= _MAX_NAMED_TOKENS}
-        return sorted({*(size for size in windows if size > 1), _GROWTH_TOKENS})
+        windows |= {size for _, size in named_sizes(self.model, set()) if size <= MAX_NAMED_TOKENS}
+        return sorted({*(size for size in windows if size > 1), GROWTH_TOKENS})
 
     def _require(self, num_tokens: int) -> None:
         needed, pace = num_tokens * self._token_seconds, f"at {self._token_seconds:.2g} s per token"
@@ -352,8 +394,9 @@ class Probe:
         """How rows differ, at the first border at which they do; some rows may be `made` already."""
         self._require(len(self._borders) * plan.num_tokens(len(trials), with_reference=not made))
         for border in self._borders:
-            if suspects := self._find_suspects(border, plan, trials, made):
-                return f"{plan.difference} by {_told(suspects, border)}"
+            suspects = self._find_suspects(border, plan, trials, made)
+            if self.ranks.any(bool(suspects)):
+                return f"{plan.difference} by {_told(suspects, border) if suspects else 'what another machine has'}"
         return None
 
     def _find_suspects(
@@ -366,7 +409,7 @@ class Probe:
             rows = made[border, number] = made.get((border, number)) or _Rows(self, border, number, plan)
             errors = _differences([rows.together(trial) for trial in trials], self._eps, rows.alone, rows.in_chunks)
             suspects = {place: error for place, error in errors.items() if number == 0 or place in suspects}
-            if not suspects:
+            if not self.ranks.any(bool(suspects)):
                 break
         return suspects
 
@@ -417,9 +460,24 @@ class _Rows:
     @cached_property
     def alone(self) -> _Trace:
         """Token by token."""
-        return self._each(
-            lambda row, caches: [self._evaluate([[token]], caches)[0, -1] for token in self._tokens[row]]
-        )
+        return self._each(self._one_by_one)
+
+    def _one_by_one(self, row: int, caches: list[LayerCache]) -> list[mx.array]:
+        return [self._evaluate([[token]], caches)[0, -1] for token in self._tokens[row]]
+
+    def restored(self, form: StoredForm) -> _Trace:
+        """As `alone`, from what is stored of the rows. Raises NotRagged where that is not rounded."""
+        layout, made = Layout(self._short, form=form), {row: DecodeRow(self.make(row)) for row in self._tokens}
+        layout.calibrate(self._short)
+        for row, live in made.items():
+            num_tokens = self._lengths[row]
+            (rows,) = layout.cut_spans(live.caches, [(0, num_tokens)])
+            state = layout.take_recurrent(live.caches)
+            if (form.rows and not rows.can_round) or (form.recurrent and not layout.can_round_recurrent(state)):
+                raise NotRagged(f"it has no groups of {GROUP} numbers")
+            layout.load_spans(live.caches, [layout.rounded(rows)], keep=0, offset=num_tokens, capacity=num_tokens)
+            layout.put_recurrent(live.caches, layout.rounded_recurrent(state))
+        return self._each(self._one_by_one, made)
 
     @cached_property
     def in_chunks(self) -> _Trace:

@@ -20,14 +20,13 @@ once, at whatever is evaluated or read next, and then gives garbage for all that
 else is to be evaluated. Knows no requests, no text, no stored state.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice, pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -36,14 +35,13 @@ import numpy as np
 from cache.layers.kinds import kind_of, leaves_of, make_caches
 from cache.layers.state import owned
 from cache.types import LayerCache, TokenArray
-from models import lora
 from models.adapter import NO_ADAPTER
 from models.errors import RowLost
 from models.inference import grouping
-from models.inference.batch import DecodeBatch, measure_costs, measure_head_tokens
+from models.inference.abilities import Trials
+from models.inference.batch import DecodeBatch
 from models.inference.drafters import Drafter
-from models.inference.feeds import MAX_FEED_TOKENS, measure_step_seconds
-from models.inference.probe import MAX_SECONDS, Form, Probe
+from models.inference.probe import MAX_SECONDS, Form
 from models.inference.ragged import inputs_of, own_recurrent_state, ragged_attention
 from models.inference.row import DecodeRow
 from models.inference.sampling import BatchSampler, RowSampling, TokenIds
@@ -52,12 +50,9 @@ from models.lora import AdapterSet, selecting
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 from models.prompt.pictures import Picture, SeenChunk
+from models.ranks import ONE_RANK, Ranks
 from models.vision.features import Encoder, Encoding
 from models.vision.layers import VisionInputs
-
-logger = logging.getLogger(__name__)
-
-_Measured = TypeVar("_Measured")
 
 
 @dataclass(eq=False)
@@ -156,71 +151,34 @@ class Runner:
         encoder: Encoder | None = None,
         vision_inputs: VisionInputs | None = None,
         shares_heads: bool = True,
+        rounds_stored: bool = False,
         drafts: bool = True,
         max_probe_seconds: float = MAX_SECONDS,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        """`vocab_size` is the logits' width; `adapters` are attached. Probes the model with short calls."""
-        self._model = model
+        """`vocab_size` is the logits' width; `adapters` are attached. Tries the model with short calls."""
+        self._model, self._adapters, self._vocab_size = model, adapters, vocab_size
         self.encoder, self._vision_inputs = encoder, vision_inputs
         """Both None for a model that sees nothing."""
         self._drafter = drafter
         self._whole = drafter or model
         self._behind = WeakKeyDictionary[LayerCache, tuple[int, mx.array]]()
         """By a row's last cache: its offset, and the hidden state after what `prefill` evaluated."""
-        self._adapters = adapters
-        self._vocab_size = vocab_size
         self._sampler = BatchSampler(vocab_size)
         self._batches = defaultdict[int, DecodeBatch](self._make_batch)
         """Batches by adapter, where adapters do not mix."""
-        self._prefilled_tokens = 0
-        self._num_steps = 0
-        probe = Probe(model if drafter is None else drafter.probed, vocab_size, max_seconds=max_probe_seconds)
-        self.form, self.rows_form = probe.find_form(shares_heads=shares_heads)
-        """How several rows decode; for a person too, and why not better."""
-        has_groups, is_together = self.form in (Form.GROUPS, Form.HEADS), self.form is not Form.ALONE
-        self.costs = self._measure(measure_costs) if has_groups else None
-        """What members of a batch cost; None without groups."""
-        self.head_tokens = self._measure(measure_head_tokens) if self.form is Form.HEADS else None
-        """Tokens from which a head for two rows makes steps faster, maybe infinite; None without heads."""
-        self.mixes = adapters is not None and is_together and lora.can_mix(model, adapters, vocab_size)
-        """Rows of different adapters are evaluated in one call."""
+        self._prefilled_tokens = self._num_steps = 0
+        self.is_divided = ranks.size > 1
+        """Other machines hold parts of the model: an error cannot be mended here alone."""
+        trials = Trials(model, vocab_size, drafter, adapters, ranks, max_probe_seconds)
+        self.abilities = trials.find(shares_heads=shares_heads, rounds_stored=rounds_stored, drafts=drafts)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
         """`start` returns with most of the step to be computed, as on a GPU. Else read tokens before `start`."""
-        self.max_feed_tokens = 1
-        """Most tokens that a row feeds in a step; 1 where more are not proven."""
-        self.step_seconds: Mapping[int, float] = {}
-        """Seconds of a model call, by one row's tokens; empty where there may not be several."""
-        self.feeds_together = False
-        """Rows with several tokens share a model call."""
-        self.draft_seconds: float | None = None
-        """Seconds for a token that the drafter drafts; None without a drafter."""
-        self.drafts_form = "off"
-        """What answers are drafted from, or why not."""
-        if drafts:
-            self._find_feeds(probe)
-            logger.info("drafts: %s", self.drafts_form)
 
-    def _find_feeds(self, probe: Probe) -> None:
-        fault = probe.find_feed_fault()
-        if fault is not None:
-            self.drafts_form = f"none, because {fault}"
-            return
-        drafter = "" if self._drafter is None else f" and by {self._drafter.name}"
-        self.drafts_form = f"from earlier text{drafter}, where they pay"
-        if self.form is not Form.ALONE:
-            fault = probe.find_flat_fault(self.form)
-            self.feeds_together = fault is None
-            self.drafts_form += "" if fault is None else f"; each request in steps of its own, because {fault}"
-        self.max_feed_tokens, whole, left = MAX_FEED_TOKENS, self._whole, probe.left_seconds
-        self.step_seconds = self._measure(lambda caches: measure_step_seconds(whole, caches, self._vocab_size, left))
-        if self._drafter is not None:
-            self.draft_seconds = self._measure(self._drafter.measure_draft_seconds)
-
-    def _measure(self, measure: Callable[[Sequence[LayerCache]], _Measured]) -> _Measured:
-        """Measures with layer caches that hold a token."""
-        caches = self.make_caches()
-        mx.eval(self._whole(mx.array([[0]]), cache=caches))
-        return measure(caches)
+    @property
+    def head_tokens(self) -> float | None:
+        """See `SharedBuffers`."""
+        return self.abilities.head_tokens
 
     def make_caches(self) -> list[LayerCache]:
         """Empty layer caches for one sequence."""
@@ -318,7 +276,7 @@ class Runner:
         _assert_have_state(rows)
         num_fed = [(len(row.known) or 1) + len(row.draft) for row in rows]
         step = DecodeStep(tuple(rows), num_fed, [len(row.draft) + 1 for row in rows], max(num_fed) > 1)
-        assert max(num_fed) <= self.max_feed_tokens, "a feed is longer than was proven"
+        assert not step.is_long or max(num_fed) <= self.abilities.max_feed_tokens, "a feed is longer than was proven"
         step.on_error, tokens = partial(self._forget, rows), _inputs(rows, previous)
         with self._forgetting_on_error(rows):
             step.logits = self._evaluate(step, tokens, spare_bytes)
@@ -480,7 +438,7 @@ class Runner:
         logits, order = list[mx.array](), list[int]()
         for name in self._names(step.rows):
             batch = self._batches[name]
-            members = [row for row in step.rows if self.mixes or row.adapter == name]
+            members = [row for row in step.rows if self.abilities.mixes or row.adapter == name]
             for caches, called in self._calls(batch, members, places, spare_bytes):
                 called_places = [place for row in called for place in places[row]]
                 if caches is called[0].caches and called[0].draft:
@@ -494,16 +452,16 @@ class Runner:
         return _at(logits[0] if len(logits) == 1 else mx.concatenate(logits), np.argsort(order)[sampled].tolist())
 
     def _names(self, rows: Sequence[DecodeRow]) -> list[int]:
-        return [NO_ADAPTER] if self.mixes else list(dict.fromkeys([row.adapter for row in rows]))
+        return [NO_ADAPTER] if self.abilities.mixes else list(dict.fromkeys([row.adapter for row in rows]))
 
     def _calls(
         self, batch: DecodeBatch, rows: Sequence[DecodeRow], places: Mapping[Any, Sequence[int]], spare_bytes: float
     ) -> list[tuple[list[LayerCache], list[DecodeRow]]]:
         """Layer caches and rows of each model call."""
         with_several = [row for row in rows if places[row][1:]]
-        apart = [] if self.feeds_together else with_several
+        apart = with_several if with_several and not self.abilities.feeds_together else []
         joining = [row for row in rows if row not in apart] if apart else rows
-        if self.form is Form.ALONE or not joining or (len(joining) == 1 and joining[0].head is None):
+        if self.abilities.form is Form.ALONE or not joining or (len(joining) == 1 and joining[0].head is None):
             batch.dissolve()
             return [(row.caches, [row]) for row in rows]
         lengths = [len(places[row]) for row in joining] if with_several and not apart else None
@@ -512,13 +470,13 @@ class Runner:
         return [(layers, batch.rows), *((row.caches, [row]) for row in apart)]
 
     def _make_batch(self) -> DecodeBatch:
-        has_several = self.feeds_together or self._drafter is not None
-        choose = self._choose if self.costs is not None else None
-        return DecodeBatch(choose, self.max_feed_tokens if has_several else 1)
+        has_several = self.abilities.feeds_together or self._drafter is not None
+        choose = self._choose if self.abilities.costs is not None else None
+        return DecodeBatch(choose, self.abilities.max_feed_tokens if has_several else 1)
 
     def _choose(self, *rows_and_groups: Any, spare_tokens: float) -> list[grouping.Wanted]:
-        assert self.costs is not None
-        return grouping.plan(*rows_and_groups, costs=self.costs, spare_tokens=spare_tokens)
+        assert self.abilities.costs is not None
+        return grouping.plan(*rows_and_groups, costs=self.abilities.costs, spare_tokens=spare_tokens)
 
     def _logits(
         self, step: DecodeStep, tokens: mx.array, caches: list[LayerCache], rows: list[DecodeRow], lengths: list[int]
@@ -594,7 +552,7 @@ def _at(rows: mx.array, places: list[int]) -> mx.array:
 def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:
     """All rows' tokens in one line, uint32, without waiting for `previous`."""
     host_tokens = [token for row in rows for token in (*row.known, *row.draft)]
-    knowing = [row for row in rows if row.known]
+    knowing = [row for row in rows if row.known] if host_tokens else []
     if len(knowing) == len(rows):
         return mx.array(host_tokens, dtype=mx.uint32)
     assert previous is not None, "a row without a known token needs the step that sampled its token"

@@ -187,7 +187,7 @@ class ArgumentReader:
             if end is not None and (end.re is ends.doubled or end.groupdict().get("skipped") is not None):
                 depth = self._depth_before(end, depth, others, is_text=is_text)
             elif end is not None:
-                depth = yield from self._depth_behind(ends, end, depth, others)
+                depth = yield from self._depth_after(ends, end, depth, others)
             if depth < 0:
                 if not is_text:
                     self.pos = end.end()
@@ -237,7 +237,7 @@ class ArgumentReader:
         self.drop(stop)
 
     def _depth_before(self, end: Found, depth: int, others: Collection[str], *, is_text: bool) -> int:
-        """As `_depth_behind`, where the end tag is left out before an argument, or stands twice."""
+        """As `_depth_after`, where the end tag is left out before an argument, or stands twice."""
         if end.groupdict().get("skipped") is not None and (depth or end["key"].strip() not in others):
             return depth
         if is_text:
@@ -245,7 +245,7 @@ class ArgumentReader:
         self.mend("end tag left out, or there twice")
         return -1
 
-    def _depth_behind(self, ends: Ends, end: Found, depth: int, others: Collection[str]) -> Steps[int]:
+    def _depth_after(self, ends: Ends, end: Found, depth: int, others: Collection[str]) -> Steps[int]:
         """How many calls are open within a text after what may be its end; -1 after its end.
 
         Raises Refused where the text may as well go on.
@@ -356,7 +356,7 @@ class ArgumentReader:
         """
         self.add('"')
         is_loose = is_argument and style.assign == "=" and len(quote) == 1
-        plain, closing = _plain(quote[0]), re.compile(re.escape(quote) + (_BEHIND_ARGUMENT if is_loose else ""))
+        plain, closing = _plain(quote[0]), re.compile(re.escape(quote) + (_AFTER_ARGUMENT if is_loose else ""))
         are_loose = set[bool]()
         while True:
             if match := plain.match(self.text, self.pos):
@@ -415,7 +415,7 @@ _CLOSERS: Final = {"{": "}", "[": "]", "(": ")"}
 _NO_LITERAL: Final = re.compile(rf"\s*[^\s{{\[\"'\-0-9tfnTFN<{OVER}]")
 _LIST: Final = re.compile(r"\s*[\[(]")
 _COMMA: Final = re.compile(r"\s*,")
-_BEHIND_ARGUMENT: Final = rf"(?=\s*(?:,\s*(?:[^\W\d]\w*\s*=|\))|\)\s*[\],<{OVER}]|[{OVER}]))"
+_AFTER_ARGUMENT: Final = rf"(?=\s*(?:,\s*(?:[^\W\d]\w*\s*=|\))|\)\s*[\],<{OVER}]|[{OVER}]))"
 _UNQUOTED: Final = re.compile(rf"\s*(?=[^\s<{OVER}])")
 _BARE: Final = re.compile(
     r"\s*(?P<bare>-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null|True|False|None)"

@@ -62,7 +62,7 @@ class CallGrammar:
     def __init__(self, form: CallFormat, tools: Sequence[BoundTool], spell: Callable[[str], str]) -> None:
         """`spell` returns a text as Lark has it: special tokens by number, all else in quotes; "" for no text."""
         self._form, self._tools, self._spell = form, tools, spell
-        self._before, _, self._behind = form.head.partition("{}")
+        self._before, _, self._after = form.head.partition("{}")
         self._end = form.end + (form.close if form.repeats_open else "")
         self._rules = [*self._write_rules()]
 
@@ -82,13 +82,13 @@ class CallGrammar:
         outer = "" if form.repeats_open else f"({self._spell(again)} function)* {self._spellings(form.close)}"
         return [f"start: {self._spell(head)} function {outer}", *self._rules]
 
-    def _spellings(self, marker: str, behind: str = "") -> str:
-        """A marker in any spelling, and the text `behind`; without special tokens where calls come bare."""
+    def _spellings(self, marker: str, after: str = "") -> str:
+        """A marker in any spelling, and the text `after`; without special tokens where calls come bare."""
         if self._form.is_bare:
-            return self._spell(re.sub(r"<\|.*?\|>", "", marker) + behind)
-        behind = marker[len(marker.rstrip()) :] + behind
+            return self._spell(re.sub(r"<\|.*?\|>", "", marker) + after)
+        after = marker[len(marker.rstrip()) :] + after
         texts = [marker.rstrip(), *(alias for alias, text in self._form.aliases if text == marker)]
-        return f"({' | '.join(self._spell(text + behind) for text in texts)})"
+        return f"({' | '.join(self._spell(text + after) for text in texts)})"
 
     def opener(self) -> tuple[str, str]:
         """The text that opens calls, without white space at its end, and the letter that begins a call."""
@@ -105,7 +105,7 @@ class CallGrammar:
             yield from self._literals(body)
         for number, tool in enumerate(self._tools):
             name = json.dumps(tool.name, ensure_ascii=False)[1:-1] if self._form.is_envelope else tool.name
-            first, *others = self._behind.split("#")
+            first, *others = self._after.split("#")
             begin = " NUMBER ".join(map(self._spell, (name + first, *others)))
             if isinstance(body, Tags):
                 yield from self._tagged(body, number, tool, begin)
@@ -177,17 +177,17 @@ class CallGrammar:
         yield f"OTHER: /<[^<]*/ & ~/({others})(?s:.*)/"
 
     def _tagged(self, body: Tags, number: int, tool: BoundTool, begin: str) -> Iterator[str]:
-        key, _, behind = body.key.partition("{}")
+        key, _, after = body.key.partition("{}")
         end, end_tag, members = self._spell(self._end), self._spell(body.end), tool.members
         if members is None:
             kinds = list(dict.fromkeys(kind for _, kind in body.kinds)) or [""]
-            named = " | ".join(f'/[^<>="\\n]+/ {self._spell(behind.replace("*", kind))} text' for kind in kinds)
+            named = " | ".join(f'/[^<>="\\n]+/ {self._spell(after.replace("*", kind))} text' for kind in kinds)
             yield f"f{number}: {begin} ({self._spell(key)} ({named}))* {end}"
             return
         for bit, (name, schema) in enumerate(members.items()):
             written = self._written(body, schema, tool)
             ended = ((kind, value if value == "text" else f"{value} {end_tag}") for kind, value in written)
-            options = (f"{self._spell(name + behind.replace('*', kind))} {value}" for kind, value in ended)
+            options = (f"{self._spell(name + after.replace('*', kind))} {value}" for kind, value in ended)
             yield f"v{number}_{bit}: {' | '.join(options)}"
         values = {name: f"{self._spell(key)} v{number}_{bit}" for bit, name in enumerate(members)}
         yield from self._members(number, tool, begin, values, "", end)

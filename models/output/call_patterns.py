@@ -108,9 +108,9 @@ class Patterns:
         self.head = re.compile(rf"\s*\[?\s*{head}" if is_listed else rf"\s*{head}")
         self.is_tagged = tag[:1] == "<"
         self.starts = [*opens, *([tag] if self.is_tagged else [])]
-        behind, first = ("", "") if is_literal else (self._behind_head, self._first_key)
+        after, first = ("", "") if is_literal else (self._after_head, self._first_key)
         begun = either(*(rf"{one}\s*{head}" for one in opens), head if self.is_tagged else "")
-        self.another, self.nested = begun + behind, begun + first
+        self.another, self.nested = begun + after, begun + first
         """Begins another call after one; begins one within a text, which has end tags of its own."""
         nexts = either(END, *opens, tag or (head if is_literal else ""))
         slack, close = (_SLACK if is_literal else r"\s*"), self.close if is_literal or self.closes else self.ends
@@ -127,31 +127,31 @@ class Patterns:
     @cached_property
     def _head(self) -> str:
         """A pattern of a call up to its arguments, with the group `name`."""
-        form, (before, _, behind) = self.form, self.form.head.partition("{}")
+        form, (before, _, after) = self.form, self.form.head.partition("{}")
         if form.is_envelope:
             return rf"{_FENCE}\[?\s*(?=\{{)"
-        before, behind = loosely(before.strip().removesuffix("functions.")), behind.strip().removeprefix(":#")
+        before, after = loosely(before.strip().removesuffix("functions.")), after.strip().removeprefix(":#")
         if isinstance(form.body, Literal):
             name = rf"(?P<name>{_WORD if form.body.has_bare_keys else _NAME})\s*"
             call_id = rf"(?:{re.escape(form.id_marker)}\s*(?P<id>\w+)\s*)?" if form.id_marker else ""
-            return rf"{before}\s*{name}{call_id}{either(loosely(behind), rf'(?={re.escape(form.body.open)})')}"
-        name = rf"{before}(?P<name>{_NAME}){_attributes(loosely(behind))}"
-        return name if form.tag else name + self._behind_head  # what follows a bare name tells that it is one
+            return rf"{before}\s*{name}{call_id}{either(loosely(after), rf'(?={re.escape(form.body.open)})')}"
+        name = rf"{before}(?P<name>{_NAME}){_attributes(loosely(after))}"
+        return name if form.tag else name + self._after_head  # what follows a bare name tells that it is one
 
     @property
     def _first_key(self) -> str:
         return rf"\s*(?={either(*map(re.escape, (self.body.key.partition('{}')[0], self.body.whole[0])))})"
 
     @property
-    def _behind_head(self) -> str:
+    def _after_head(self) -> str:
         return either(self._first_key, rf"\s*(?={either(self.ends, self.close, END)})")
 
     @cached_property
     def _key(self) -> str:
-        before, _, behind = self.body.key.partition("{}")
-        end, line, opener = behind.partition("\n<")
+        before, _, after = self.body.key.partition("{}")
+        end, line, opener = after.partition("\n<")
         if not line:
-            return rf"\s*{loosely(before)}(?P<key>{_KEY}){_attributes(loosely(behind.strip()))}"
+            return rf"\s*{loosely(before)}(?P<key>{_KEY}){_attributes(loosely(after.strip()))}"
         tags = rf"\s*(?:{re.escape(before)}\s*){{1,2}}(?P<key>{_KEY})(?:{re.escape(end)}\s*){{1,2}}"
         return rf"{tags}(?:(?P<opened>{re.escape(line.strip() + opener)})|(?=[^<\s]))"
 

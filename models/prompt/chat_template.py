@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import FOREIGN_FAULTS, ModelError, PromptTooLong
-from models.prompt.pictures import NO_PICTURES, Picture, Pictures, PlacedPicture
-from models.prompt.shapes import NO_OUTLINE, Message, Outline, Tools, adaptation_for, num_leading_system
+from models.prompt.pictures import NO_PICTURES, Picture, Pictures, PlacedPicture, Placeholder
+from models.prompt.shapes import GO_ON, NO_OUTLINE, Message, Outline, Tools, adaptation_for, num_leading_system
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
 from models.prompt.tokenize import SLICE_CHARACTERS, PromptParts, Tail, encode, stop_if_abandoned
 from models.prompt.tool_definitions import Tool, ToolDefinitions
@@ -48,6 +48,14 @@ _NEAR_CHARACTERS = 1 << 16
 _READS_THINKING = re.compile(r"(?<![\w.'\"])thinking(?![\w'\"])")
 _PART_SEPARATOR = "\n"
 _ASKS: Message = {"role": "user", "content": "a"}
+_CALLS: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": "a", "arguments": {}}}],
+}
+_RESULT: Message = {"role": "tool", "name": "a", "tool_call_id": "call00001", "content": "a"}
+_BETWEEN: Message = {"role": "assistant", "content": "Show me the image."}
+"""Stands before a result's picture where roles alternate."""
 _ANY_PICTURE = [{"type": "image"}]
 _MARKS = ("qendx", "q7endx", "qend0fx")
 """Texts that no template changes and that do not overlap themselves."""
@@ -76,13 +84,8 @@ class RenderedPrompt:
 class ChatRenderer:
     """Renders one model's conversations. Remembers text parts and replies."""
 
-    def __init__(
-        self, tokenizer: Any, max_tokens: int | None = None, placeholder: tuple[str, int] | None = None
-    ) -> None:
-        """Borrows the tokenizer; a text has at most `max_tokens`.
-
-        `placeholder`: the text and token that the template shows for a picture, of a model that sees.
-        """
+    def __init__(self, tokenizer: Any, max_tokens: int | None = None, placeholder: Placeholder | None = None) -> None:
+        """Borrows the tokenizer; a text has at most `max_tokens`; `placeholder` is of a model that sees."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._placeholder = placeholder
@@ -117,8 +120,8 @@ class ChatRenderer:
         ChatTemplateError, PromptTooLong and Abandoned.
         """
         apply = self._applied(tools, template_kwargs or {})
-        spelled = "" if self._placeholder is None else self._placeholder[0]
-        conversation = _Conversation(apply, messages, spelled, has_tools=bool(tools), continues=continues)
+        shown = "" if self._placeholder is None else self._placeholder.framed
+        conversation = _Conversation(apply, messages, shown, has_tools=bool(tools), continues=continues)
         text = conversation.prompt()
         ids, tail, before = self._tokenized(text, namespace)
         pictures = NO_PICTURES
@@ -145,10 +148,10 @@ class ChatRenderer:
         Raises ChatTemplateError and PromptTooLong.
         """
         assert self._placeholder is not None, "a model that sees nothing was shown a picture"
-        name, placeholder = self._placeholder
+        placeholder = self._placeholder.token
         places, counts = np.flatnonzero(ids == placeholder), [picture.num_tokens for picture in shown]
         if len(places) != len(shown):
-            raise ChatTemplateError(f"it shows {name} {len(places)} times for {len(shown)} images")
+            raise ChatTemplateError(f"it shows {self._placeholder.text} {len(places)} times for {len(shown)} images")
         if self._max_tokens is not None and (total := len(ids) + sum(counts) - len(counts)) > self._max_tokens:
             raise PromptTooLong(total, self._max_tokens)
         added = np.concatenate([[0], np.cumsum(np.array(counts) - 1)]).astype(np.int64)
@@ -171,18 +174,20 @@ class ChatRenderer:
             raise ChatTemplateError("this model has no chat template; only plain completions can be asked of it")
         named = _by_its_names(arguments, str(tokenizer.chat_template or ""))
         shown = adaptation.tools([_without_cache_control(tool) for tool in tools or ()])
-        if self._placeholder is None:
+        placeholder = self._placeholder
+        if placeholder is None:
             return lambda messages, generation_prompt: _apply(
                 tokenizer, adaptation.messages(messages), shown, generation_prompt=generation_prompt, **named
             )
-        broken = partial(_without_text, text=self._placeholder[0])
+        broken = partial(_without_texts, texts=placeholder.spelled)
         definitions = [broken(tool) for tool in shown] if shown else shown
 
         def applied(messages: Sequence[Message], generation_prompt: bool) -> str:
-            in_parts = [_in_parts(message) for message in broken(list(messages))]
+            in_parts = [message if message is GO_ON else _in_parts(broken(message)) for message in messages]
             if not self._shows_results:
-                in_parts = _with_results_beside(in_parts)
-            return _apply(tokenizer, in_parts, definitions, generation_prompt=generation_prompt, **named)
+                in_parts = _with_results_beside(in_parts, () if self._lets_users_follow else (_BETWEEN,))
+            text = _apply(tokenizer, in_parts, definitions, generation_prompt=generation_prompt, **named)
+            return text.replace(placeholder.text, placeholder.framed)
 
         return lambda messages, generation_prompt: applied(adaptation.messages(messages), generation_prompt)
 
@@ -194,14 +199,16 @@ class ChatRenderer:
     @cached_property
     def _shows_results(self) -> bool:
         """Whether the template shows a picture in a tool's result."""
-        call = {"id": "call00001", "type": "function", "function": {"name": "a", "arguments": {}}}
-        asks = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result = {"role": "tool", "name": "a", "tool_call_id": "call00001", "content": _ANY_PICTURE}
-        return self._shows([_ASKS, asks, result])
+        return self._shows([_ASKS, _CALLS, {**_RESULT, "content": _ANY_PICTURE}])
+
+    @cached_property
+    def _lets_users_follow(self) -> bool:
+        """Whether the template takes a message of the user's after a tool's result."""
+        return bool(_apply_to_sample(self._tokenizer, [_ASKS, _CALLS, _RESULT, _ASKS], None))
 
     def _shows(self, messages: Sequence[Message]) -> bool:
         text = _apply_to_sample(self._tokenizer, messages, None)
-        return self._placeholder is not None and text.count(self._placeholder[0]) == 1
+        return self._placeholder is not None and text.count(self._placeholder.text) == 1
 
     def _prompt_with_tools(self, tools: Sequence[Tool]) -> str:
         with suppress(ChatTemplateError):
@@ -460,30 +467,37 @@ def _in_parts(message: Message) -> Message:
     return {**message, "content": [part for part in parts if part.get("text") != ""]}
 
 
-def _with_results_beside(messages: Sequence[Message]) -> list[Message]:
-    """The pictures of tools' results follow these as the user's."""
+def _with_results_beside(messages: Sequence[Message], between: Sequence[Message]) -> list[Message]:
+    """The pictures of tools' results follow these, and what is `between`, as the user's."""
     shown, images = list[Message](), list[Mapping[str, Any]]()
-    for index, message in enumerate(messages):
-        if message["role"] == "tool" and not isinstance(message["content"], str):
-            images += [part for part in message["content"] if part["type"] == "image"]
-            texts = [part["text"] for part in message["content"] if part["type"] == "text"]
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if images and between and message is GO_ON:  # a client may say the same
+            continue
+        if images and role != "tool":
+            shown += [*between, {"role": "user", "content": images}]
+            if between and role == "user":
+                text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+                message = {**message, "content": [*shown.pop()["content"], *text]}
+            images = []
+        if role == "tool" and not isinstance(content, str):
+            images += [part for part in content if part["type"] == "image"]
+            texts = [part["text"] for part in content if part["type"] == "text"]
             message = {**message, "content": _PART_SEPARATOR.join(texts)}
         shown.append(message)
-        if images and (index + 1 == len(messages) or messages[index + 1]["role"] != "tool"):
-            shown.append({"role": "user", "content": images})
-            images = []
-    return shown
+    return [*shown, *between, {"role": "user", "content": images}] if images else shown
 
 
-def _without_text(value: Any, text: str) -> Any:
-    """A value in whose texts a space breaks up each `text`, which only the template may say."""
+def _without_texts(value: Any, texts: tuple[str, ...]) -> Any:
+    """A value in whose texts a space breaks up each of `texts`, which only the template may say."""
     match value:
         case str():
-            return value.replace(text, f"{text[:1]} {text[1:]}")
+            for text in texts:
+                value = value.replace(text, f"{text[:1]} {text[1:]}")
         case Mapping():
-            return {name: _without_text(one, text) for name, one in value.items()}
+            return {name: _without_texts(one, texts) for name, one in value.items()}
         case list() | tuple():
-            return [_without_text(one, text) for one in value]
+            return [_without_texts(one, texts) for one in value]
     return value
 
 

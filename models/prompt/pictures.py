@@ -1,8 +1,8 @@
 """Pictures in a prompt: which ids stand for them, at which places, and which positions follow them. Pure.
 
-A picture takes one place for each of its tokens. The places hold negative ids that are made of a digest of the file
-and its processing, so that trie, slots and disk share its state as that of words. Different pictures differ at their
-first place (31 bits), and a match that ends inside a picture counts up to its start.
+A picture takes one place for each of its tokens. The places hold negative ids, made of a digest of the file and of
+how the file is processed, so that trie, slots and disk share the state of pictures like the state of words. Different
+pictures differ at their first place (31 bits), and a match that ends inside a picture counts up to its start.
 """
 
 import hashlib
@@ -33,6 +33,20 @@ def ids_of(digest: bytes, count: int) -> TokenArray:
     return (-(numbers % NUM_IDS) - RESERVED - 1).astype(np.int32)
 
 
+@dataclass(frozen=True)
+class Placeholder:
+    """The text and the token that stand for a picture in a prompt until its places are inserted."""
+
+    text: str
+    """What the chat template shows."""
+    token: int
+    """The token whose place the picture takes."""
+    framed: str
+    """What `text` becomes before it is tokenized, with `token` in it once."""
+    spelled: tuple[str, ...]
+    """What no other text may say."""
+
+
 @dataclass(frozen=True, eq=False)
 class Picture:
     """What a message shows."""
@@ -45,6 +59,10 @@ class Picture:
     """In pixels, as the file says, turned as it is shown."""
     grid: tuple[int, int]
     """Rows and columns of its tokens."""
+    has_axes: bool = True
+    """A place has a position by row and column; else it has one as a word has."""
+    is_whole: bool = False
+    """All places of the picture attend to each other, so one chunk holds them all."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,8 +92,8 @@ class PlacedPicture:
 
     @property
     def shift(self) -> int:
-        """Positions after a picture go on after its longer side, not after its tokens (Qwen2-VL, 2024, M-RoPE)."""
-        return max(self.picture.grid) - self.picture.num_tokens
+        """Positions after a picture with axes go on after its longer side (Qwen2-VL, 2024, M-RoPE)."""
+        return max(self.picture.grid) - self.picture.num_tokens if self.picture.has_axes else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,15 +122,18 @@ class Pictures:
                 rows, columns = np.divmod(np.arange(first, last) - picture.start, picture.picture.grid[1])
                 inside = np.stack([np.zeros_like(rows), rows, columns])
                 places[:, first - start : last - start] = inside + picture.start + self.shift(picture.start)
-            if (behind := max(start, picture.stop)) < stop:
-                places[:, behind - start :] = np.arange(behind, stop) + self.shift(picture.stop)
+            if (after := max(start, picture.stop)) < stop:
+                places[:, after - start :] = np.arange(after, stop) + self.shift(picture.stop)
         return places
 
     def chunk_end(self, offset: int, stop: int) -> int:
-        """The end of a chunk that was to end at `stop`: no later than either end of a picture.
+        """The end of a chunk that was to end at `stop`: no later than either end of a picture, after a whole one.
 
         So a restored prompt and a new one evaluate a picture in the same chunks.
         """
+        inside = self.at(offset)
+        if inside is not None and inside.picture.is_whole:
+            return inside.stop
         ends = (end for one in self.placed for end in (one.start, one.stop) if offset < end < stop)
         return min(ends, default=stop)
 
@@ -147,6 +168,6 @@ class SeenChunk:
 
 
 def words_at_end(tokens: TokenArray) -> TokenArray:
-    """What stands after the last place of a picture."""
+    """The tokens after the last place of the last picture."""
     places = np.flatnonzero(tokens < -RESERVED)
     return tokens[places[-1] + 1 :] if places.size else tokens

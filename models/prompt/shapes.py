@@ -30,6 +30,8 @@ Message: TypeAlias = Mapping[str, Any]
 Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 
 _JOINT = "\n\n"
+GO_ON: Message = {"role": "assistant", "content": "Go on."}
+"""Stands between a result and the user's message where roles alternate."""
 _ID_CHARACTERS = 9
 """Length of a call's id in Mistral's templates."""
 
@@ -201,6 +203,15 @@ def no_system(messages: Sequence[Message]) -> list[Message]:
     return [{**first, "content": text + _JOINT + first["content"]}, *messages[count + 1 :]]
 
 
+def results_answered(messages: Sequence[Message]) -> list[Message]:
+    """For templates that take no user's message right after a result: the assistant says something between."""
+    result: list[Message] = []
+    for message in messages:
+        is_late = message["role"] == "user" and result and result[-1]["role"] == "tool"
+        result += [GO_ON, message] if is_late else [message]
+    return result
+
+
 def users_joined(messages: Sequence[Message]) -> list[Message]:
     """For templates whose roles alternate."""
     result: list[Message] = []
@@ -338,6 +349,11 @@ SHAPES: tuple[Shape, ...] = (
         late_system_in_words,
     ),
     Shape([_says("system", "qrule"), _ASKS], _has("qrule", "qask"), no_system),
+    Shape(
+        [_ASKS, _calls("qfirst"), _RESULT, _says("user", "qgo")],
+        _in_order("qask", "qfirst", "qresult", "qgo"),
+        results_answered,
+    ),
     Shape([_ASKS, _says("user", "qgo")], _in_order("qask", "qgo"), users_joined),
 )
 """All shapes, in the order in which they are changed."""

@@ -4,18 +4,23 @@ A file of Hugging Face's cache links to a blob named by its hash: SHA-256 for la
 Elsewhere only the headers of weights are checked, and their length.
 """
 
+import fcntl
 import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from models.errors import ModelBroken, ModelfileError, StoreError, reason
-from models.names import BUILT_IN, find_family, find_stored, folder_of, parse_repository
+from models.errors import ModelBroken, ModelfileError, StoreError, reason, told_as
+from models.names import BUILT_IN, cache_folder, find_family, find_stored, folder_of, home_of, parse_repository
 from models.store.manifest import user_manifest
 from models.store.stored_model import LATEST, ModelDefaults, Modelfile, StoredModel, WeightsPlace, parse_full_name
 from models.weights import missing_files, read_header
+
+if TYPE_CHECKING:
+    from huggingface_hub import DeleteCacheStrategy
 
 
 def create(name: str, weights: WeightsPlace, modelfile: Modelfile, *, replaces: bool = True) -> StoredModel:
@@ -49,6 +54,51 @@ def remove(name: str) -> StoredModel:
         if full not in stored:
             raise StoreError(f"there is no name {full.removesuffix(f':{LATEST}')!r} of your own")
         return stored.pop(full)
+
+
+def find_removal(place: WeightsPlace) -> "DeleteCacheStrategy":
+    """What deletes a download from Hugging Face's cache.
+
+    Raises StoreError where names stand for the download, where it is being pulled, and where its files are not whole.
+    """
+    from huggingface_hub import scan_cache_dir
+
+    if others := names_with(place):
+        raise StoreError(
+            f"{', '.join(others)} would have no weights; remove these names first: mlx-serve rm {others[0]}"
+        )
+    home = home_of(place.name)
+    # The last revision goes with all its repository has, also with what arrives for another one.
+    if any(map(is_locked, home.glob("blobs/*.part"))):
+        raise StoreError(f"{place.name} is being pulled; delete it after that")
+    cache = scan_cache_dir(cache_folder())
+    # A copy of the repository has the same commits.
+    own = frozenset(one for one in cache.repos if (one.repo_type, one.repo_id) == ("model", place.name))
+    removal = replace(cache, repos=own).delete_revisions(place.commit)
+    if not removal.repos and not removal.snapshots:
+        advice = f"mend it first: mlx-serve pull {place}; or delete the folder {home.name} of Hugging Face's cache"
+        raise StoreError(f"the download of {place.name} is not whole, and was not deleted; {advice}")
+    return removal
+
+
+def delete(removal: "DeleteCacheStrategy") -> None:
+    """Deletes a download; raises StoreError where files stay, which the hub's own library only logs."""
+    with told_as(StoreError, "not all its files were deleted"):
+        removal.execute()
+    if any(path.exists() for path in (*removal.repos, *removal.snapshots)):
+        raise StoreError("not all its files were deleted: the folder of Hugging Face's cache does not let go of them")
+
+
+def is_locked(file: Path) -> bool:
+    """Whether a process holds a file's lock, as a pull does."""
+    try:
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it has just arrived
+        return False
+    return False
 
 
 def names_with(place: WeightsPlace) -> list[str]:

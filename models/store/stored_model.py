@@ -269,8 +269,8 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
             if not number:
                 raise ModelfileError(f'line {first}: the text that begins with """ does not end')
             gathered.append(more)
-        gathered[-1], _, behind = gathered[-1].partition(_LONG_QUOTE)
-        if behind.strip():
+        gathered[-1], _, after = gathered[-1].partition(_LONG_QUOTE)
+        if after.strip():
             raise ModelfileError(f'line {number}: nothing may follow the """ that ends a text')
         yield first, word, head + "\n".join(gathered)
 

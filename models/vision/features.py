@@ -1,7 +1,7 @@
 """A model's vision: pictures become features, which take the place of embeddings.
 
 Pixels are decoded on a thread of their own; a vision tower is evaluated on the worker thread, a block at a time, so
-that other sequences go on meanwhile. Finished features are kept, by namespace and digest, up to a number of bytes.
+that other sequences go on meanwhile. Finished features are kept beside the state of tokens, by namespace and digest.
 """
 
 import math
@@ -14,8 +14,10 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
+from cache.budget import UNBOUNDED_BYTES, Ledger
+from cache.memory_tier import KeptFeatures
+from cache.slots import RequestClock
 from models.prompt.pictures import Picture
-from models.prompt.tokenize import LatelyUsed
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +52,10 @@ class Encoding:
 
     def __init__(self, picture: Picture, encoder: "Encoder", namespace: str) -> None:
         self._picture, self._encoder, self._namespace = picture, encoder, namespace
-        self.features = encoder.kept.recall((namespace, picture.digest))
+        self.features: Features | None = encoder.kept.recall((namespace, picture.digest), self)
         """None until the last step."""
+        self._num_tokens = 0
+        """Prompt tokens that take as long as all steps so far."""
         self._pixels: Future[Any] | None = None
         self._steps: Generator[mx.array, None, Features] | None = None
         if self.features is None:
@@ -69,27 +73,31 @@ class Encoding:
         tower = self._encoder.tower
         steps = self._steps or tower.steps(self._picture, self._pixels.result())
         self._steps = None  # after an error all is evaluated again
+        num_tokens = max(1, math.ceil(tower.step_operations(self._picture) / self._encoder.token_operations))
+        self._num_tokens += num_tokens
         try:
             mx.eval(next(steps))
             self._steps = steps
         except StopIteration as end:
             self._finish(end.value)
-        return max(1, math.ceil(tower.step_operations(self._picture) / self._encoder.token_operations))
+        return num_tokens
 
     def _finish(self, features: Features) -> None:
         self.features, self._pixels = features, None
         self._encoder.num_encoded += 1
-        self._encoder.kept.keep((self._namespace, self._picture.digest), features, features.num_bytes)
+        key = self._namespace, self._picture.digest
+        self._encoder.kept.keep(key, features, features.num_bytes, self._num_tokens, self)
 
 
 class Encoder:
     """Makes and keeps features. Worker thread only."""
 
-    def __init__(self, tower: Tower, token_operations: float, max_bytes: int, thread: Executor | None = None) -> None:
+    def __init__(self, tower: Tower, token_operations: float, thread: Executor | None = None) -> None:
         """`token_operations`: of a prompt token in the text model; `thread` decodes pixels."""
         self.tower, self.token_operations = tower, token_operations
         self.thread = thread or ThreadPoolExecutor(1, thread_name_prefix="mlx-serve-pixels")
-        self.kept = LatelyUsed[Features](max_bytes)
+        self.kept = KeptFeatures(Ledger(UNBOUNDED_BYTES), RequestClock())
+        """Features made before; those of the worker's cache, once there is one."""
         self.num_encoded = 0
         """Pictures that the tower was evaluated for."""
         self._begun = WeakValueDictionary[tuple[str, bytes], Encoding]()

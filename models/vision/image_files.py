@@ -8,6 +8,7 @@ WEBP (RFC 9649) and GIF (89a) are cut short where their end is missing. Any thre
 import io
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,13 @@ class ImageHeader:
         """Width and height as shown."""
         is_turned = self.orientation >= 5
         return (self.stored_height, self.stored_width) if is_turned else (self.stored_width, self.stored_height)
+
+
+def is_image(data: bytes) -> bool:
+    """Whether a file begins as those that are read."""
+    with suppress(InvalidImage):
+        return bool(_reader_of(data))
+    return False
 
 
 def read_header(data: bytes) -> ImageHeader:

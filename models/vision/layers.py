@@ -35,8 +35,9 @@ class VisionInputs:
             part = slice(start, start + num_tokens)
             self.rows = seen.features.rows[part]
             self.deepstack = [rows[part] for rows in seen.features.deepstack]
-            stop = seen.start + num_tokens
-            self.positions = mx.array(seen.pictures.positions(seen.start, stop).astype(np.float32))
+            if placed.picture.has_axes:
+                stop = seen.start + num_tokens
+                self.positions = mx.array(seen.pictures.positions(seen.start, stop).astype(np.float32))
         try:
             yield
         finally:
@@ -55,9 +56,10 @@ class VisionInputs:
 class SeeingEmbedding(Module):
     """An embedding in which a picture's features stand for its places."""
 
-    def __init__(self, inner: Module, inputs: VisionInputs) -> None:
+    def __init__(self, inner: Module, inputs: VisionInputs, scale: float = 1.0) -> None:
+        """`scale`: by what the model multiplies embeddings, which are all that should be."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.inner, self._inputs = inner, inputs
+        self.inner, self._inputs, self._scale = inner, inputs, scale
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """`[batch, num_tokens, width]`."""
@@ -66,7 +68,7 @@ class SeeingEmbedding(Module):
             # MLX checks no index: a negative one, by whatever fault of ours, would end the process.
             return cast(mx.array, inner(mx.maximum(tokens, 0) if tokens.dtype == mx.int32 else tokens))
         kind = inner(mx.zeros_like(tokens)).dtype
-        return mx.broadcast_to(rows.astype(kind), (*tokens.shape, rows.shape[-1]))
+        return mx.broadcast_to((rows / self._scale).astype(kind), (*tokens.shape, rows.shape[-1]))
 
     def as_linear(self, hidden: mx.array) -> mx.array:
         """The output matrix of a model that has no other."""
@@ -101,12 +103,40 @@ class SeeingRope(Module):
         return mx.concatenate([*(one.astype(x.dtype) for one in turned), x[..., self._num_turned :]], axis=-1)
 
 
-class DeepstackLayer(Module):
+class PaddedEmbedding(Module):
+    """An embedding in which one token stands for all places of pictures."""
+
+    def __init__(self, inner: Module, token: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner, self._token = inner, token
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """`[batch, num_tokens, width]`."""
+        if tokens.dtype == mx.int32:
+            tokens = mx.where(tokens < 0, self._token, tokens)
+        return cast(mx.array, cast(Any, self.inner)(tokens))
+
+
+class _SeeingLayer(Module):
+    """A layer that reads something of pictures, else as the layer it wraps."""
+
+    def __init__(self, inner: Module, inputs: VisionInputs) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inner, self._inputs = inner, inputs
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+class DeepstackLayer(_SeeingLayer):
     """A layer after which a picture's features are added."""
 
     def __init__(self, inner: Module, inputs: VisionInputs, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.inner, self._inputs, self._index = inner, inputs, index
+        super().__init__(inner, inputs)
+        self._index = index
 
     def __call__(self, x: mx.array, *given: Any, **named: Any) -> mx.array:
         """As the layer."""
@@ -115,8 +145,20 @@ class DeepstackLayer(Module):
             return cast(mx.array, hidden)
         return cast(mx.array, hidden + self._inputs.deepstack[self._index].astype(hidden.dtype))
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+
+class MutualLayer(_SeeingLayer):
+    """A layer in which the places of a whole picture attend to each other."""
+
+    def __call__(self, x: mx.array, mask: Any = None, *given: Any, **named: Any) -> Any:
+        """As the layer."""
+        if self._inputs.rows is not None:
+            mask = with_later(mask)
+        return cast(Any, self.inner)(x, mask, *given, **named)
+
+
+def with_later(mask: mx.array | str | None) -> mx.array | None:
+    """A causal mask, `[num_tokens, num_keys]`, that allows the later keys too; earlier ones as before."""
+    if not isinstance(mask, mx.array):
+        return None
+    num_tokens, num_keys = mask.shape[-2:] if mask.ndim > 1 else (1, mask.shape[-1])
+    return mask | ~mx.tri(num_tokens, num_keys, k=num_keys - num_tokens, dtype=mx.bool_)

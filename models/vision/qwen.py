@@ -4,14 +4,12 @@ An image is scaled to sides that are multiples of a token's, and cut into patche
 (Qwen3-VL Technical Report, 2025). Sizes are chosen as the family's processor in transformers chooses them.
 """
 
-import json
 import math
-from collections.abc import Generator, Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
-from importlib.metadata import version
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -20,62 +18,56 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import LayerNorm
+from mlx.nn.layers.positional_encoding import RoPE
 from numpy.typing import NDArray
 
-from models import weights
 from models.errors import InvalidImage
-from models.prompt.pictures import Picture, digest_of
-from models.vision.features import Features
-from models.vision.image_files import read_header, read_pixels
+from models.prompt.pictures import Picture
+from models.vision.layers import DeepstackLayer, SeeingRope, VisionInputs
+from models.vision.towers import (
+    BICUBIC,
+    Block,
+    Images,
+    Perceptron,
+    Unproven,
+    VisionTower,
+    attend,
+    cos_and_sin,
+    frequencies_of,
+    pixel_rules,
+    processor_settings,
+    turned,
+)
 
 _MAX_ASPECT = 200
-_FUSED_WIDTHS = (64, 80, 128)
-"""Widths of heads for which MLX has a kernel that keeps no matrix of all pairs."""
 
 
 @dataclass(frozen=True)
-class QwenImages:
+class QwenImages(Images):
     """What the processor of a folder does to images."""
 
-    patch: int
-    """The side of a patch in pixels."""
-    merge: int
-    """The side of a token in patches."""
+    has_axes: ClassVar[bool] = True
     frames: int
     """Times that an image stands in its patches, as in a film."""
     min_pixels: int
     max_pixels: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
     @classmethod
     def read(cls, folder: Path, vision: Mapping[str, Any], max_tokens: int) -> "QwenImages":
         """Reads a model's folder and its `vision_config`, with at most `max_tokens` for an image."""
-        nested = weights.read_json(folder / "processor_config.json").get("image_processor")
-        given = {
-            **(nested if isinstance(nested, dict) else {}),
-            **weights.read_json(folder / "preprocessor_config.json"),
-        }
+        given = processor_settings(folder)
         patch, merge, size = int(vision["patch_size"]), int(vision["spatial_merge_size"]), given.get("size") or {}
         token_pixels = (patch * merge) ** 2
         least = size.get("shortest_edge") or given.get("min_pixels") or 64 * token_pixels
         most = size.get("longest_edge") or given.get("max_pixels") or 16_384 * token_pixels
-        mean, std = (tuple(given.get(name) or (0.5,) * 3) for name in ("image_mean", "image_std"))
         most = min(int(most), max_tokens * token_pixels)
-        return cls(patch, merge, int(vision["temporal_patch_size"]), min(int(least), most), most, mean, std)
+        # The family's own files all name one way to resample.
+        rules = {**pixel_rules(given, (0.5,) * 3, (0.5,) * 3), "resample": BICUBIC, "max_tokens": max_tokens}
+        frames, least = int(vision["temporal_patch_size"]), min(int(least), most)
+        return cls(patch, merge, **rules, is_whole=False, frames=frames, min_pixels=least, max_pixels=most)
 
-    @cached_property
-    def _processing(self) -> str:
-        return json.dumps([{**asdict(self), "max_pixels": None, "min_pixels": None}, version("pillow")])
-
-    def open(self, data: bytes) -> Picture:
-        """The picture in an encoded file, from its header; raises InvalidImage."""
-        width, height = read_header(data).size
-        grid = self._grid(width, height)
-        return Picture(digest_of(data, f"{self._processing} {grid}"), data, width, height, grid)
-
-    def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tokens."""
+    def grid(self, width: int, height: int) -> tuple[int, int]:
+        """As `Images.grid`."""
         side, sides = self.patch * self.merge, (height, width)
         if max(sides) > _MAX_ASPECT * min(sides):
             raise InvalidImage(f"the image has {width}x{height} pixels; no side may be {_MAX_ASPECT} times the other")
@@ -90,17 +82,10 @@ class QwenImages:
         return grid[0], grid[1]
 
     def patches(self, picture: Picture) -> NDArray[np.float32]:
-        """`[num_patches, values]`, square by square; raises InvalidImage."""
-        rows, columns = picture.grid
-        side, merge, patch = self.patch * self.merge, self.merge, self.patch
-        # Not at the top: text needs none of it.
-        from PIL import Image
-
-        image = read_pixels(picture.data).resize((columns * side, rows * side), Image.Resampling.BICUBIC)
-        values: NDArray[Any] = np.asarray(image, np.float32) / np.float32(255)
-        values = (values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
-        squares = values.reshape(rows, merge, patch, columns, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-        filmed = np.repeat(squares[:, :, :, :, :, None], self.frames, axis=5)
+        """As `Images.patches`, but square by square, colour by colour, and as often as there are frames."""
+        (rows, columns), merge, patch = picture.grid, self.merge, self.patch
+        squares = super().patches(picture).reshape(rows, merge, columns, merge, patch, patch, 3)
+        filmed = np.repeat(squares.transpose(0, 2, 1, 3, 6, 4, 5)[:, :, :, :, :, None], self.frames, axis=5)
         return np.ascontiguousarray(filmed.reshape(rows * columns * merge**2, -1))
 
 
@@ -111,39 +96,9 @@ class _Attention(Module):
         self._num_heads = num_heads
 
     def __call__(self, hidden: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-        queries, keys, values = self.qkv(hidden).reshape(len(hidden), 3, self._num_heads, -1).transpose(1, 2, 0, 3)
-        queries, keys = _turned(queries, cos, sin), _turned(keys, cos, sin)
-        width = values.shape[-1]
-        missing = next((fused for fused in _FUSED_WIDTHS if fused >= width), width) - width
-        padded = [mx.pad(one, [(0, 0), (0, 0), (0, missing)])[None] for one in (queries, keys, values)]
-        output = mx.fast.scaled_dot_product_attention(*padded, scale=width**-0.5)[0, :, :, :width]
-        return self.proj(output.transpose(1, 0, 2).reshape(len(hidden), -1))
-
-
-def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    wide, half = x.astype(mx.float32), x.shape[-1] // 2
-    other = mx.concatenate([-wide[..., half:], wide[..., :half]], axis=-1)
-    return (wide * cos + other * sin).astype(x.dtype)
-
-
-class _Perceptron(Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.linear_fc1, self.linear_fc2 = Linear(width, inner), Linear(inner, width)
-
-    def __call__(self, hidden: mx.array) -> mx.array:
-        return self.linear_fc2(gelu_approx(self.linear_fc1(hidden)))
-
-
-class _Block(Module):
-    def __init__(self, width: int, inner: int, num_heads: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.norm1, self.norm2 = LayerNorm(width, eps=1e-6), LayerNorm(width, eps=1e-6)
-        self.attn, self.mlp = _Attention(width, num_heads), _Perceptron(width, inner)
-
-    def __call__(self, hidden: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-        hidden = hidden + self.attn(self.norm1(hidden), cos, sin)
-        return hidden + self.mlp(self.norm2(hidden))
+        queries, keys, values = self.qkv(hidden).reshape(len(hidden), 3, self._num_heads, -1).swapaxes(0, 1)
+        queries, keys = turned(queries, cos, sin), turned(keys, cos, sin)
+        return self.proj(attend(queries, keys, values, values.shape[-1] ** -0.5))
 
 
 class _Merger(Module):
@@ -163,85 +118,77 @@ class _Merger(Module):
         return self.linear_fc2(gelu(self.linear_fc1(hidden)))
 
 
-class QwenTower(Module):
+class QwenTower(VisionTower):
     """The tower of Qwen3-VL and Qwen3.5, with the names of their checkpoints."""
 
+    num_block_matrices = 12
+    names = (
+        "patch_embed.proj.=patch_projection. blocks.=layers. attn.=attention. mlp.linear_=perceptron. "
+        "norm1.=attention_norm. norm2.=perceptron_norm."
+    )
+
     def __init__(self, config: Mapping[str, Any], images: QwenImages) -> None:
-        """`config` is the model's `vision_config`."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        width, out, num_patches = config["hidden_size"], config["out_hidden_size"], images.merge**2
-        self._images, self._width, self._num_heads = images, width, config["num_heads"]
-        self._damaged = set[bytes]()
-        self._deep: list[int] = config.get("deepstack_visual_indexes") or []
-        self._side = math.isqrt(config["num_position_embeddings"])
-        self.patch_embed = Linear(3 * images.frames * images.patch**2, width)
-        self.pos_embed = Embedding(config["num_position_embeddings"], width)
-        inner = config["intermediate_size"]
-        self.blocks = [_Block(width, inner, self._num_heads) for _ in range(config["depth"])]
+        """As `VisionTower`."""
+        super().__init__(config, images)
+        vision = config["vision_config"]
+        width, out, num_patches = self._width, vision["out_hidden_size"], images.merge**2
+        self._num_heads = vision["num_heads"]
+        self._deep = vision.get("deepstack_visual_indexes") or ()
+        self._side = math.isqrt(vision["num_position_embeddings"])
+        self.patch_projection = Linear(3 * images.frames * images.patch**2, width)
+        self.pos_embed = Embedding(vision["num_position_embeddings"], width)
+        inner = vision["intermediate_size"]
+        attention, norm = partial(_Attention, width, self._num_heads), partial(LayerNorm, width, eps=1e-6)
+        perceptron = partial(Perceptron, width, inner, gelu_approx)
+        self.layers = [Block(attention, perceptron, norm) for _ in range(vision["depth"])]
         self.merger = _Merger(width, num_patches, out, is_deep=False)
         self.deepstack_merger_list = [_Merger(width, num_patches, out, is_deep=True) for _ in self._deep]
 
     @staticmethod
-    def sanitized(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Tensors as this class names them; the kernel over patches becomes a matrix, whichever axis is its last."""
-        kernel = tensors.pop("patch_embed.proj.weight")
-        if kernel.shape[1] != 3:
-            kernel = kernel.transpose(0, 4, 1, 2, 3)
-        bias = tensors.pop("patch_embed.proj.bias")
-        return {**tensors, "patch_embed.weight": kernel.reshape(len(kernel), -1), "patch_embed.bias": bias}
+    def images_of(folder: Path, config: Mapping[str, Any], max_tokens: int) -> QwenImages:
+        """As `VisionTower.images_of`."""
+        return QwenImages.read(folder, config["vision_config"], max_tokens)
 
-    def pixels(self, picture: Picture) -> NDArray[np.float32]:
-        """As `Tower.pixels`."""
-        try:
-            return self._images.patches(picture)
-        except InvalidImage:
-            self.damaged.add(picture.digest)
-            raise
+    def attach(self, text: Any, config: Mapping[str, Any], inputs: VisionInputs, tokenizer: Any) -> None:
+        """As `VisionTower.attach`."""
+        text_config = config["text_config"]
+        rope = text_config.get("rope_parameters") or text_config.get("rope_scaling") or {}
+        sections = rope.get("mrope_section") or ()
+        attentions = [layer.self_attn for layer in text.layers if "self_attn" in layer]
+        for attention in attentions:
+            rope = attention.rope
+            if type(rope) is not RoPE or rope.scale != 1.0 or rope.traditional or sum(sections) != rope.dims // 2:
+                raise Unproven("its positions are none that are known")
+        for attention in attentions:
+            attention.rope = SeeingRope(attention.rope, inputs, sections)
+        for index in range(len(self._deep)):
+            text.layers[index] = DeepstackLayer(text.layers[index], inputs, index)
+        super().attach(text, config, inputs, tokenizer)
 
-    @property
-    def damaged(self) -> set[bytes]:
-        """The digests of pictures whose pixels could not be decoded."""
-        return self._damaged
-
-    def step_operations(self, picture: Picture) -> float:
-        """As `Tower.step_operations`: of a block, whose matrices have about twelve times the width squared."""
-        num_patches = picture.num_tokens * self._images.merge**2
-        return float(num_patches * (2 * 12 * self._width**2 + 4 * num_patches * self._width))
-
-    def steps(self, picture: Picture, pixels: NDArray[np.float32]) -> Generator[mx.array, None, Features]:
-        """As `Tower.steps`."""
+    def _embedded(self, picture: Picture, pixels: NDArray[np.float32]) -> tuple[mx.array, tuple[mx.array, ...]]:
         rows, columns = self._places(picture)
-        cos, sin = self._angles(rows, columns)
         places = self._embedded_places(picture, rows, columns)
-        hidden = self.patch_embed(mx.array(pixels).astype(places.dtype)) + places
-        deepstack = list[mx.array]()
-        for number, block in enumerate(self.blocks):
-            hidden = block(hidden, cos, sin)
-            yield hidden
-            if number in self._deep:
-                deepstack.append(self.deepstack_merger_list[len(deepstack)](hidden))
-                yield deepstack[-1]
-        merged = self.merger(hidden)
-        yield merged
-        return Features(merged, tuple(deepstack))
+        return self.patch_projection(mx.array(pixels).astype(places.dtype)) + places, self._angles(rows, columns)
+
+    def _rows(self, picture: Picture, hidden: mx.array) -> mx.array:
+        return self.merger(hidden)
 
     def _places(self, picture: Picture) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Row and column of each patch, square by square."""
-        merge, (rows, columns) = self._images.merge, picture.grid
+        merge, (rows, columns) = self.images.merge, picture.grid
         places = np.indices((rows * merge, columns * merge)).reshape(2, rows, merge, columns, merge)
         flat = places.transpose(0, 1, 3, 2, 4).reshape(2, -1)
         return flat[0], flat[1]
 
     def _angles(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> tuple[mx.array, mx.array]:
         """Cosines and sines, `[num_patches, head_width]`: a quarter of a head's width turns by row, one by column."""
-        half = self._width // self._num_heads // 2
-        frequencies = np.float32(10_000) ** (-np.arange(0, half, 2, dtype=np.float32) / np.float32(half))
+        frequencies = frequencies_of(10_000, self._width // self._num_heads // 2)
         angles = np.concatenate([rows[:, None] * frequencies, columns[:, None] * frequencies] * 2, axis=-1)
-        return mx.array(np.cos(angles).astype(np.float32)), mx.array(np.sin(angles).astype(np.float32))
+        return cos_and_sin(angles)
 
     def _embedded_places(self, picture: Picture, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> mx.array:
         """The square of learned positions, stretched over the picture: the four next to each patch, weighed."""
-        merge, (height, width) = self._images.merge, picture.grid
+        merge, (height, width) = self.images.merge, picture.grid
         embedded: mx.array | int = 0
         for row, row_share in _neighbours(rows, height * merge, self._side):
             for column, column_share in _neighbours(columns, width * merge, self._side):
@@ -257,5 +204,5 @@ def _neighbours(
     """The learned positions before and after each of `count` places, and the share of each."""
     at = np.linspace(0, side - 1, count, dtype=np.float32)[places]
     before = at.astype(np.int64)
-    behind = at - before
-    return [(before, 1 - behind), (np.minimum(before + 1, side - 1), behind.astype(np.float32))]
+    share = at - before
+    return [(before, 1 - share), (np.minimum(before + 1, side - 1), share.astype(np.float32))]

@@ -1,6 +1,6 @@
 """Checks the architectures of the installed mlx-lm and writes what each can do here as a page of the docs.
 
-Usage: python -m scripts.architectures [NAME]… [--out FILE] [--jobs N] [--no-shards]
+Usage: python -m scripts.architectures [NAME]… [--provider] [--out FILE] [--jobs N] [--no-shards]
 
 Each architecture is built tiny, with seeded weights, and tried in a process of its own. Exits with status 1 where
 fewer than `--at-least` pass every check.
@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from models import providers
 from scripts.architectures.configs import NOT_BUILT, names
-from scripts.architectures.report import Result, page
+from scripts.architectures.report import Result, page, vlm_page
+from scripts.architectures.vlm_configs import VLM_CONFIGS
 
 SECONDS_FOR_ONE = 600.0
 
@@ -56,8 +58,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--no-shards", action="store_true", help="do not split models over two processes")
     parser.add_argument("--at-least", type=int, default=0, metavar="N", help="so many must pass every check")
+    parser.add_argument("--provider", action="store_true", help="try what mlx-vlm has and mlx-lm lacks")
     options = parser.parse_args()
-    chosen = options.names or [name for name in names() if name not in NOT_BUILT]
+    if options.provider and (need := providers.need_of(min(providers.VLM_TYPES))):
+        parser.error(need)
+    every = sorted(VLM_CONFIGS) if options.provider else [name for name in names() if name not in NOT_BUILT]
+    chosen = options.names or every
     results = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for result in pool.map(lambda name: check(name, with_shards=not options.no_shards), chosen):
@@ -66,7 +72,7 @@ def main() -> int:
     num_passed = sum(result.is_passed for result in results)
     print(f"{num_passed} of {len(results)} pass every check")
     if options.out is not None:
-        options.out.write_text(page(results), encoding="utf-8")
+        options.out.write_text(vlm_page(results) if options.provider else page(results), encoding="utf-8")
     return 0 if num_passed >= options.at_least else 1
 
 

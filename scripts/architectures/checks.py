@@ -2,21 +2,25 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 
 from cache.disk import connector
 from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
+from models import providers
 from models.inference.probe import Form
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from models.loader import load
+from models.mlx_lm_import import load_model
+from models.providers import Provider
 from tests.support import tiny_models
 from tests.support.engine_driver import Collected, Harness
 
@@ -40,7 +44,7 @@ class Subject:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
-        self.model: Any = tiny_models.make(config)
+        self.model: Any = self.make()
         self._rng = np.random.default_rng(tiny_models.SEED)
         connector.MIN_RESTORE_TOKENS = 8
 
@@ -48,6 +52,17 @@ class Subject:
     def runner(self) -> Runner:
         """The server's runner of the model."""
         return Runner(self.model, vocab_size=tiny_models.VOCAB)
+
+    def make(self) -> Any:
+        """Returns a model whose weights no loader has changed."""
+        return tiny_models.make(self.config, self.provider.get_classes)
+
+    @cached_property
+    def provider(self) -> Provider:
+        """Whose code it runs on."""
+        provider = providers.find(self.config["model_type"], Path("no folder"))
+        assert provider is not None, "a provider is installed"
+        return provider
 
     def worker(self, **options: Any) -> Harness:
         """Returns a worker with an empty cache."""
@@ -117,7 +132,7 @@ def together(subject: Subject) -> str:
     worker.run(*sinks)
     for sink, prompt in zip(sinks, prompts, strict=True):
         subject.compare(sink, prompt)
-    return "row by row" if subject.runner.form is Form.ALONE else "in one batch"
+    return "row by row" if subject.runner.abilities.form is Form.ALONE else "in one batch"
 
 
 def cancelled(subject: Subject) -> str:
@@ -160,6 +175,28 @@ def stored(subject: Subject) -> str:
     return "yes"
 
 
+def quantized(subject: Subject) -> str:
+    """Quantized, written and loaded, it gives the same logits, bit for bit."""
+    tokens = mx.array([subject.prompt(9)])
+    for mode, group_size, bits in (("affine", 32, 4), ("affine", 32, 8), *_MODES):
+        model = _sanitized(subject)
+        quantize(model, group_size, bits, mode=mode, class_predicate=partial(_can_pack, group_size))
+        with tempfile.TemporaryDirectory(prefix="architecture-") as folder:
+            packed = {"quantization": {"group_size": group_size, "bits": bits, "mode": mode}}
+            path = tiny_models.write_model(model, subject.config | packed, Path(folder) / "model")
+            loaded, _ = load_model(path, get_model_classes=subject.provider.get_classes)
+            if not mx.array_equal(loaded(tokens), model(tokens)):
+                raise Difference(f"in {mode} {bits} bit its logits differ")
+    return "yes"
+
+
+_MODES = (("mxfp4", 32, 4), ("nvfp4", 16, 4), ("mxfp8", 32, 8))
+
+
+def _can_pack(group_size: int, path: str, layer: Any) -> bool:
+    return hasattr(layer, "to_quantized") and layer.weight.shape[-1] % group_size == 0
+
+
 CHECKS: dict[str, Callable[[Subject], str]] = {
     "loads": loads,
     "restored = cold": restored,
@@ -168,13 +205,14 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "paged": paged,
     "disk": stored,
 }
+VLM_CHECKS = {**CHECKS, "quantized": quantized}
 
 
 def _sanitized(subject: Subject) -> Any:
     """Returns the model with weights as mlx-lm changes them when it loads some, as by giving them a length."""
     if not hasattr(subject.model, "sanitize"):
         return subject.model
-    model: Any = tiny_models.make(subject.config)
+    model = subject.make()
     model.load_weights(list(model.sanitize(dict(tree_flatten(subject.model.parameters()))).items()))
     return model
 

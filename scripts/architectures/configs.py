@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from scripts.architectures.vlm_configs import VLM_CONFIGS
 from tests.support.tiny_models import CONFIGS, CONTEXT, EXTRA_CONFIGS, VOCAB, WINDOW
 
 # isort: split
@@ -242,6 +243,8 @@ def names() -> list[str]:
 
 def config(name: str) -> dict[str, Any]:
     """Returns a tiny configuration of the architecture `name`."""
+    if name in VLM_CONFIGS:
+        return VLM_CONFIGS[name]
     module = importlib.import_module(f"mlx_lm.models.{name}")
     fields = {field.name for field in dataclasses.fields(module.ModelArgs)}
     values: dict[str, Any] = {key: value for key, value in _SHARED.items() if key in fields}

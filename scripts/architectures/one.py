@@ -9,8 +9,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from scripts.architectures.checks import CHECKS, Difference, Subject
+from models import providers
+from scripts.architectures.checks import CHECKS, VLM_CHECKS, Difference, Subject
 from scripts.architectures.configs import config
+from scripts.architectures.vlm_configs import VLM_CONFIGS
 
 # isort: split
 from mlx_lm.models.cache import make_prompt_cache
@@ -18,13 +20,16 @@ from mlx_lm.models.cache import make_prompt_cache
 
 def check(name: str) -> dict[str, Any]:
     """Returns the kinds of the model's caches, what each check gave, and why one failed."""
+    is_vlm = name in VLM_CONFIGS
+    if is_vlm:
+        providers.VLM_TYPES |= {name}  # what is not served is tried, too
     try:
         subject = Subject(config(name))
         caches = sorted({type(cache).__name__ for cache in make_prompt_cache(subject.model)})
     except Exception as error:
         return {"name": name, "caches": [], "results": {}, "reasons": {"build": _told(error)}, "shards": False}
     results, reasons = {}, {}
-    for title, run in CHECKS.items():
+    for title, run in (VLM_CHECKS if is_vlm else CHECKS).items():
         try:
             results[title] = run(subject)
         except Exception as error:

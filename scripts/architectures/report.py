@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
+from models.providers import VLM_VERSION
 from scripts.architectures.configs import NOT_BUILT, NOTES
 
 _HEAD = """\
@@ -80,7 +81,7 @@ def _body(results: Sequence[Result]) -> Iterator[str]:
     yield from ("", f"Split over two processes by tensor parallelism, with equal logits: {_names(split)}.")
     if not_split := _names(result for result in shards if result.told_of_shards != "yes"):
         yield f"Not with equal logits, or not tried: {not_split}."
-    yield "mlx-lm cannot split the others. The server itself runs a model in one process."
+    yield "mlx-lm cannot split the others."
     yield _CHECKS.rstrip("\n")
     if failed:
         yield from ("", "## What does not work", "")
@@ -88,6 +89,27 @@ def _body(results: Sequence[Result]) -> Iterator[str]:
     yield from ("", "## Not built here", "")
     for name, reason in NOT_BUILT.items():
         yield f"- `{name}`: {reason}."
+
+
+_VLM_HEAD = """\
+# Architectures of mlx-vlm
+
+{passed} of {all} language models of mlx-vlm {version} that mlx-lm lacks pass every check: those of
+[mlx-lm's](architectures.md#checks), and **quantized**: in affine 4 and 8 bit, mxfp4, nvfp4 and mxfp8 they give the
+same logits after loading, bit for bit. `make architectures PROVIDER=1` runs them and makes this page; mlx-vlm must be
+installed as in [models.md](models.md#models-of-a-provider). Only what passes is served.
+
+| type | caches of its layers | rows are decoded |
+| --- | --- | --- |"""
+
+
+def vlm_page(results: Sequence[Result]) -> str:
+    """Returns the page of mlx-vlm's models, as Markdown."""
+    passed = [result for result in results if result.is_passed]
+    lines = [_VLM_HEAD.format(passed=len(passed), all=len(results), version=VLM_VERSION)]
+    lines += [f"| `{result.name}` | {' | '.join(result.kind)} |" for result in passed]
+    failed = [result for result in results if not result.is_passed]
+    return "\n".join([*lines, "", "## What does not work", "", *map(_failure, failed)]) + "\n"
 
 
 def _names(results: Iterable[Result]) -> str:

@@ -11,7 +11,7 @@ import sys
 
 from scripts.bench.common import ROOT, fast_blas_environment
 
-NAMES = ("decode", "speculate", "serving", "memory", "trie", "disk_full")
+NAMES = ("decode", "speculate", "serving", "decisions", "memory", "trie", "disk_full")
 
 
 def main(names: list[str]) -> int:

@@ -73,8 +73,8 @@ def make_sides(folder: Path) -> dict[str, Side]:
     adapters = attach(adapted, places)
     together = Runner(adapted, vocab_size=VOCAB, adapters=adapters)
     in_turn = Runner(adapted, vocab_size=VOCAB, adapters=adapters)
-    assert together.mixes, "rows of this model can be mixed"
-    in_turn.mixes = False
+    assert together.abilities.mixes, "rows of this model can be mixed"
+    in_turn.abilities.mixes = False
     each = range(1, NUM_ROWS + 1)
     return {
         "no adapters": Side(Runner(build_model(), vocab_size=VOCAB), [0] * NUM_ROWS),

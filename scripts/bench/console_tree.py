@@ -32,7 +32,7 @@ PROGRAM = """async ({ count, frames }) => {
             nodes.push({ id, parent, start: above.stop, stop: above.stop + tokens, tokens, bytes: tokens * 900, tier: id % 3 ? "memory" : "live",
                          uses: id + shift, disk_tokens: 0, preview: "You are a careful assistant", restore_point: null, pinned: false });
         }
-        return { nodes, disk_nodes: [], namespace: "", model: "m", num_nodes: count, namespaces: null, truncated: false };
+        return { nodes, disk_nodes: [], namespace: "", model: "m", num_nodes: count, namespaces: null, truncated: false, sessions: [], earlier: [], evictions: 0 };
     };
     const app = { api: { get: () => new Promise(() => {}) }, live: { subscribe() {}, stats: null, changes: 0 }, toast() {} };
     const control = view.mount(root, app);

@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     model = build_model(options.model)
     subject = Subject(model, Runner(model, vocab_size=VOCAB), VOCAB)
-    print(f"{mx.default_device()}, rows {subject.runner.form.value}", file=sys.stderr, flush=True)
+    print(f"{mx.default_device()}, rows {subject.runner.abilities.form.value}", file=sys.stderr, flush=True)
     parts: dict[str, Callable[[], Report]] = {
         "decode": lambda: decode(subject, options.blocks),
         "prefill": lambda: prefill(subject),

@@ -22,7 +22,7 @@ from cache.disk.tier import DiskTier
 from cache.types import TokenArray
 from scripts.bench.common import Report, Target, median, write_json
 from scripts.replay.disk import SizedStore, sized_tier
-from scripts.replay.layout import SizedSegment
+from scripts.replay.layout import SizedLayout, SizedSegment
 
 BYTES_PER_TOKEN = 1000
 TURN_TOKENS = 40
@@ -60,7 +60,7 @@ class Conversations:
 def bench(num_files: int) -> Report:
     """Fills a disk with `num_files` files, then times further writes."""
     file_bytes = TURN_TOKENS * BYTES_PER_TOKEN
-    tier = sized_tier(SizedStore(BYTES_PER_TOKEN, 0), num_files * file_bytes)
+    tier = sized_tier(SizedStore(SizedLayout(BYTES_PER_TOKEN, 0)), num_files * file_bytes)
     conversations = Conversations(tier)
     while tier.num_gone == 0:
         conversations.write_turn()

@@ -33,7 +33,9 @@ from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from cache.types import LayerCache, TokenArray
+from models.inference.abilities import Abilities
 from models.inference.embedding import Embedder
+from models.inference.probe import Form
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
@@ -316,7 +318,7 @@ class Sampled:
 class ShapeRunner(SharesNothing):
     """Does to caches what a runner over a model of some shape would do."""
 
-    rows_form, drafts_form = "together", "off"
+    abilities = Abilities(Form.HEADS, "together", "off")
     overlaps = False
 
     def __init__(self, shape: Shape) -> None:

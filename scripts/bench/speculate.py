@@ -10,8 +10,8 @@ model would that rewrites a file or calls a tool. Prefill is not timed, and a li
 Lines of bound calls have drafts on both sides; ours binds each call to declared tools from its opener on, the other
 binds none. Their tokens are those of `demo`.
 
-The models have random weights, but `demo`: its own. What it answers to prompts that nobody trained on is recorded
-first, greedily; a row then gives one answer after another. On a CPU a float32 model of 95 million parameters is bound
+The models have random weights, but `demo`: its own. What it answers in one conversation is recorded first, greedily;
+a row then gives one answer after another. On a CPU a float32 model of 95 million parameters is bound
 by memory, as larger ones are on a GPU; quantized to 4 bits it is bound by arithmetic there, and a token more costs as
 much as the first.
 """
@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +37,7 @@ from cache.history import History
 from cache.layers.kinds import make_caches
 from cache.prefix_cache import PrefixCache
 from cache.types import LayerCache
+from models.inference.abilities import Feeds
 from models.inference.drafters import Drafter, drafter_of
 from models.inference.embedding import Embedder
 from models.inference.feeds import MAX_FEED_TOKENS
@@ -52,8 +52,16 @@ from models.output.call_grammar import BoundTool, CallGrammar
 from models.output.grammar import CallOpener, Grammar, GrammarKind, MaskWords, OutputGrammar, allows
 from scripts.bench.common import ROOT, Report, Target, write_json
 from scripts.bench.decode import Said, Spelled
-from scripts.bench.speculate_texts import Text, Vocabulary, agent, prose, reading, replacing, rewriting
-from scripts.demo.grading import PROBES, probe
+from scripts.bench.speculate_texts import (
+    QUESTIONS,
+    Text,
+    Vocabulary,
+    agent,
+    prose,
+    reading,
+    replacing,
+    rewriting,
+)
 from server.engine.request import GenerationRequest
 from server.engine.sequence import EngineState
 from server.engine.speculation import Speculation
@@ -64,8 +72,8 @@ CHUNK_TOKENS = 512
 BLOCK_TOKENS = 24
 """Of a row, in one turn with drafts; the other side's turn takes as many seconds."""
 MIN_BLOCKS = 4
-NUM_OWN, MAX_OWN_TOKENS = 4, 96
-"""Prompts of each of the demo model's skills; the longest answer, in tokens."""
+MAX_OWN_TOKENS = 96
+"""The longest answer of the demo model."""
 PROBE_SECONDS = 300
 """Longer than on a busy machine: whether a model is proven is no matter of time here."""
 VOCAB = 16_384
@@ -272,17 +280,8 @@ class Side:
             self._worker.step()
 
     def _speculation(self, cache: PrefixCache) -> Speculation | None:
-        runner = self.runner
-        if runner.max_feed_tokens == 1:
-            return None
-        return Speculation(
-            cache.history,
-            runner.step_seconds,
-            feeds_together=runner.feeds_together,
-            max_feed_tokens=runner.max_feed_tokens,
-            feeds_again=cache.layout.has_recurrent,
-            draft_seconds=runner.draft_seconds,
-        )
+        feeds = self.runner.abilities.feeds
+        return None if feeds is None else Speculation(cache.history, feeds, feeds_again=cache.layout.has_recurrent)
 
     @property
     def _num_said(self) -> int:
@@ -395,19 +394,21 @@ def _mixed(model: Subject) -> list[list[Recorded]]:
 
 
 def _own(num_rows: int) -> Callable[[Subject], list[list[Recorded]]]:
-    return lambda _: [own_answers()[i : i + num_rows] for i in range(0, NUM_OWN * len(PROBES), num_rows)]
+    return lambda _: [own_answers()[i : i + num_rows] for i in range(0, len(QUESTIONS), num_rows)]
 
 
 @cache
 def own_answers() -> list[Recorded]:
-    """What `demo` says, greedily, on prompts of every skill in turn."""
-    answers = list[Recorded]()
-    for number, skill in product(range(NUM_OWN), PROBES):
-        dialogue = probe(skill, number)
+    """What `demo` says, greedily, to each question in turn, after all earlier questions and answers."""
+    answers, messages = list[Recorded](), list[dict[str, str]]()
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
         prompt: list[int] = demo().tokenizer.apply_chat_template(
-            dialogue.messages[:-1], tools=dialogue.tools or None, add_generation_prompt=True, return_dict=False
+            messages, add_generation_prompt=True, return_dict=False
         )
-        answers.append(Recorded(prompt, _greedy(demo(), prompt), []))
+        answer = _greedy(demo(), prompt)
+        answers.append(Recorded(prompt, answer, []))
+        messages.append({"role": "assistant", "content": demo().tokenizer.decode(answer)})
     return answers
 
 
@@ -440,7 +441,7 @@ LINES = (
     Line("demo, agent", "demo", _several(agent, 1), 1.3),
     Line("demo, 4 x agent", "demo", _several(agent, 4), 0.98),
     Line("demo, prose", "demo", _several(prose, 1), 0.97),
-    Line("demo, own answers", "demo", _own(1), 1.5),
+    Line("demo, own answers", "demo", _own(1), 0.97),
     Line("demo, 4 x own answers", "demo", _own(4), 0.98),
     Line("4 bits, agent", "4 bits", _several(agent, 1), 0.98),
     Line("demo, bound edits", "demo", _calling(replacing, 1), 0.97, is_bound=True),
@@ -482,7 +483,7 @@ def add_to(report: Report, line: Line, ours: Side, plain: Side) -> None:
     speeds = [side.num_tokens / side.seconds for side in (plain, ours)]
     stats = ours.speculation.stats if ours.speculation is not None else None
     drafted, accepted = (sum(counts.values()) for counts in (stats.drafted, stats.accepted)) if stats else (0, 0)
-    ratio = speeds[1] / speeds[0]
+    ratio, abilities = speeds[1] / speeds[0], ours.runner.abilities
     cells = [f"{ratio:.2f}", f"{ours.tokens_per_step:.2f}", f"{drafted}", f"{accepted}", f"{ours.num_tokens}"]
     report.rows.append([line.name, *(f"{speed:.1f}" for speed in speeds), *cells])
     report.figures[line.name] = {
@@ -493,9 +494,9 @@ def add_to(report: Report, line: Line, ours: Side, plain: Side) -> None:
         "drafted": drafted,
         "accepted": accepted,
         "num_tokens": ours.num_tokens,
-        "step_seconds": dict(ours.runner.step_seconds),
-        "feeds_together": ours.runner.feeds_together,
-        "rows_form": ours.runner.rows_form,
+        "step_seconds": {} if abilities.feeds is None else dict(abilities.feeds.step_seconds),
+        "feeds_together": abilities.feeds_together,
+        "rows_form": abilities.rows_form,
     }
     report.add_verdict(line.name, ratio, Target(line.target, is_ceiling=False))
     if line.min_tokens_per_step is not None:
@@ -511,7 +512,7 @@ MAX_PLANNING = 40.0
 def planning_microseconds(make: Callable[[int], Text], num_rows: int) -> float:
     """Of this process on the CPU, per row and step: planner, history and all that is pushed, without a model."""
     encode = Vocabulary(VOCAB).encode
-    speculation = Speculation(History(), {1: 0.01, 32: 0.015}, feeds_together=True, max_feed_tokens=MAX_FEED_TOKENS)
+    speculation = Speculation(History(), Feeds({1: 0.01, 32: 0.015}, together=True))
     texts = [encode(make(seed).answer) for seed in range(1, num_rows + 1)]
     prompts = [np.array(encode(make(seed).prompt), np.int32) for seed in range(1, num_rows + 1)]
     rows = [speculation.begin(GenerationRequest("", prompt, 1), 0) for prompt in prompts]

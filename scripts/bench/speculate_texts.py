@@ -170,3 +170,24 @@ def agent(seed: int, num_parts: int = 8, num_lines: int = 110) -> Text:
             said.append(_call("write", path=path, content="".join(lines[start : start + 30])))
     prompt = f"<user>\nMend it.\n<tool>\n{listed}\n<tool>\n{path}\n{''.join(lines)}<assistant>\n"
     return Text(prompt, "".join(said), "".join(lines))
+
+
+QUESTIONS = (
+    "My name is Zorina and I live in Velkam.",
+    "I have a cat named Pixel, and my favourite colour is green.",
+    "What is my name?",
+    "Count from 4 to 19.",
+    "Where do I live, and what is my cat called?",
+    "What is 12 plus 7?",
+    "Repeat after me: the trie keeps what two conversations share.",
+    "Which port do you use?",
+    "What does a slot hold?",
+    "What is my favourite colour?",
+    "My code word is marmot and my favourite number is 417.",
+    "Count from 20 to 35.",
+    "What is my code word?",
+    "How do I stop the server?",
+    "Write a poem.",
+    "What is my favourite number, and where do I live?",
+)
+"""What `demo` is asked, in one conversation."""

@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from models.output.call_formats import FORMATS, JSON, CallFormat, Tags
-from scripts.clients import agents, packages, tool_search
-from scripts.clients.scripted_model import make_model
+from scripts.clients import agents, long_tasks, packages, tool_search
+from scripts.clients.scripted_model import make_model, make_seeing
 from scripts.clients.scripted_server import ScriptedEngine, demo_server, scripted_server
 
-CODING_AGENTS: list[agents.Agent | tool_search.ToolSearcher] = [*agents.AGENTS, *tool_search.SEARCHERS]
+Tried: TypeAlias = agents.Agent | tool_search.ToolSearcher | long_tasks.LongTask
+CODING_AGENTS: list[Tried] = [*agents.AGENTS, *tool_search.SEARCHERS, *long_tasks.LONG_TASKS]
 NAMES = [*(package.name for package in packages.PACKAGES), *(agent.name for agent in CODING_AGENTS)]
 BENCHMARKS = [package.name for package in packages.BENCHMARKS]
 GROUP = "benchmarks"
@@ -83,17 +85,22 @@ def _try_agents(wanted: list[str], folder: Path, call_format: CallFormat) -> Ite
         print("coding agents: not tried, for there is no npm")
         return
     model = make_model(folder / "model", call_format)
-    with scripted_server(model, call_format) as (url, engine):
-        for agent in chosen:
-            yield _try(agent.name, partial(_try_agent, agent, folder, url, model.name, engine))
+    for sees in (False, True):
+        if not (own := [agent for agent in chosen if getattr(agent, "sees", False) is sees]):
+            continue
+        served = make_seeing(model, folder / "seeing") if sees else model
+        with scripted_server(served, call_format) as (url, engine):
+            for agent in own:
+                yield _try(agent.name, partial(_try_agent, agent, folder, url, served.name, engine))
 
 
-def _try_agent(
-    agent: agents.Agent | tool_search.ToolSearcher, folder: Path, url: str, model: str, engine: ScriptedEngine
-) -> str:
+def _try_agent(agent: Tried, folder: Path, url: str, model: str, engine: ScriptedEngine) -> str:
+    program = agents.install(agent, folder)
     if isinstance(agent, tool_search.ToolSearcher):
-        return tool_search.prove(agent, agents.install(agent, folder), url, model, engine)
-    return agents.prove(agent, agents.install(agent, folder), url, model, engine)
+        return tool_search.prove(agent, program, url, model, engine)
+    if isinstance(agent, long_tasks.LongTask):
+        return long_tasks.prove(agent, program, url, model, engine)
+    return agents.prove(agent, program, url, model, engine)
 
 
 def _try(name: str, proof: Callable[[], str]) -> bool:

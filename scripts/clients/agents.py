@@ -19,6 +19,7 @@ from typing import Protocol
 from scripts.clients.scripted_server import Reply, ScriptedEngine
 from server.cli.ask import Served
 from server.cli.launch import RECIPES, environment_of
+from tests.support import tiny_vision
 
 TASK = "Change the greeting in greeting.py from hello to goodbye."
 BEFORE = 'print("hello")\n'
@@ -74,6 +75,10 @@ class Agent(ABC):
     program: str
     files: Mapping[str, bytes] = MappingProxyType({})
     """What the folder holds, besides the file to be edited."""
+    sees = False
+    """It shows an image, to a model that sees."""
+    num_breaks = 0
+    """Turns that evaluate over 64 tokens beyond new text, as docs/clients.md names them."""
 
     @abstractmethod
     def replies(self, file: Path) -> Sequence[Reply]:
@@ -171,6 +176,13 @@ class ClaudeMedia(ClaudeCode):
         return ["--continue", *self.arguments(url, model)]
 
 
+class ClaudeImage(ClaudeMedia):
+    """Claude Code that reads a picture for a model that sees, edits, and is continued."""
+
+    name, sees = "claude-image", True
+    files = MappingProxyType({"picture.png": tiny_vision.image(1, 64, 48)})
+
+
 class Codex(Agent):
     """Codex, by OpenAI's Responses."""
 
@@ -204,6 +216,23 @@ class CodexPatch(Codex):
         """The same, with a catalog that has the model."""
         catalog = Path(__file__).parent / "programs" / "codex_models.json"
         return ["-c", f'model_catalog_json="{catalog}"', *super().arguments(url, model)]
+
+
+class CodexImage(CodexPatch):
+    """Codex that looks at a picture for a model that sees, edits, and is continued."""
+
+    name, sees = "codex-image", True
+    files = ClaudeImage.files
+
+    def replies(self, file: Path) -> Sequence[Reply]:
+        """Looks at the picture before it edits."""
+        looks = [Reply("", "view_image", {"path": str(file.with_name(name))}) for name in self.files]
+        return [*looks, *Codex.replies(self, file)]
+
+    def goes_on(self, url: str, model: str) -> Sequence[str]:
+        """Continues the session."""
+        *before, task = self.arguments(url, model)
+        return [*before, "resume", "--last", task]
 
 
 class QwenCode(Agent):
@@ -257,8 +286,10 @@ AGENTS: Sequence[Agent] = (
     OpenCode(),
     ClaudeCode(),
     ClaudeMedia(),
+    ClaudeImage(),
     Codex(),
     CodexPatch(),
+    CodexImage(),
     QwenCode(),
     Copilot(),
 )
@@ -292,14 +323,18 @@ def prove(agent: Agent, program: Path, url: str, model: str, engine: ScriptedEng
         file.write_text(BEFORE)
         for file_name, content in agent.files.items():
             (work / file_name).write_bytes(content)
+        num_before = engine.stats().num_encoded
         engine.begin(agent.replies(file))
-        output = _run(program, agent.arguments(url, model), agent.environment(url, model), home, work)
+        output = run_agent(program, agent.arguments(url, model), agent.environment(url, model), home, work)
         if file.read_text() != AFTER:
             raise AgentFailed(f"the file was not edited; {len(engine.answered())} requests, and it said:\n{output}")
         if (more := agent.goes_on(url, model)) is not None:
-            _run(program, more, agent.environment(url, model), home, work)
+            run_agent(program, more, agent.environment(url, model), home, work)
     if engine.refusals:
         raise AgentFailed(f"refused: {', '.join(engine.refusals)}")
+    num_seen, num_encoded = len(engine.seen), engine.stats().num_encoded - num_before
+    if (agent.sees and not num_seen) or num_encoded != num_seen:
+        raise AgentFailed(f"prompts showed {num_seen} images, and {num_encoded} were encoded")
     share = engine.reused_share()
     if share < REUSED_SHARE:
         raise AgentFailed(f"{share:.1%} of the known prompt tokens were reused; {REUSED_SHARE:.0%} are wanted")
@@ -308,7 +343,8 @@ def prove(agent: Agent, program: Path, url: str, model: str, engine: ScriptedEng
     return f"{counts}, {engine.num_again()} tokens evaluated beyond new text"
 
 
-def _run(program: Path, arguments: Sequence[str], environment: Mapping[str, str], home: Path, work: Path) -> str:
+def run_agent(program: Path, arguments: Sequence[str], environment: Mapping[str, str], home: Path, work: Path) -> str:
+    """Runs an agent to its end; returns the end of what it said. Raises AgentFailed."""
     variables = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_COLOR": "1", "NO_PROXY": "127.0.0.1"}
     try:
         done = subprocess.run(

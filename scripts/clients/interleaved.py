@@ -3,9 +3,10 @@
     python -m scripts.clients.interleaved                  all agents
     python -m scripts.clients.interleaved codex opencode   some
 
-Each agent does its task once. What the agents sent then goes again, interleaved, to a tiny model of each architecture
-with random weights; it gives the replies that the agents had, in the tokens that a trained model would choose. The
-exit status is 1 if a turn evaluates over 64 tokens beyond its new text.
+Each agent does its task once; NAME is also one of a task of ten steps (`long_tasks.py`). What the agents sent then
+goes again, interleaved, to a tiny model of each architecture with random weights. It gives the replies that the
+agents had, in the tokens that a trained model would choose. The exit status is 1 if a turn evaluates over 64 tokens
+beyond its new text, but for those that docs/clients.md names.
 """
 
 import argparse
@@ -15,12 +16,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import httpx
 import numpy as np
 
 from models.output.grammar import Grammar, MaskWords
-from scripts.clients import agents
+from scripts.clients import agents, long_tasks
 from scripts.clients.scripted_model import make_like, make_model
 from scripts.clients.scripted_server import Reply, Sent, scripted_server, tokenizer_of
 from tests.support import tiny_models
@@ -28,6 +30,7 @@ from tests.support import tiny_models
 ARCHITECTURES = ("llama", "llama_swa", "qwen3_5", "mamba2", "gpt_oss")
 MAX_TOKENS = 64
 PAUSE_SECONDS = 1.0
+Tried: TypeAlias = agents.Agent | long_tasks.LongTask
 _ID = re.compile(r'(?<=")(call|toolu|fc|msg|resp|rs)_(\w{8,})(?=")')
 _OWN_HEADERS = {"host", "content-length", "accept-encoding", "connection", "transfer-encoding"}
 
@@ -36,7 +39,7 @@ _OWN_HEADERS = {"host", "content-length", "accept-encoding", "connection", "tran
 class Recording:
     """What an agent sent, and the reply to each prompt."""
 
-    name: str
+    agent: Tried
     sent: list[Sent]
     replies: dict[str, Reply]
 
@@ -92,22 +95,27 @@ class _Tokens:
 def main() -> int:
     """Records the agents, then tries each architecture."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[*(agent.name for agent in agents.AGENTS), []], metavar="NAME")
+    known: list[Tried] = [*(agent for agent in agents.AGENTS if not agent.sees), *long_tasks.LONG_TASKS]
+    parser.add_argument("names", nargs="*", choices=[*(agent.name for agent in known), []], metavar="NAME")
     parser.add_argument("--folder", type=Path, default=Path(".cache/clients"), help="where clients are installed")
     args = parser.parse_args()
     folder: Path = args.folder.resolve()
     base = make_model(folder / "model")
-    chosen = [agent for agent in agents.AGENTS if not args.names or agent.name in args.names]
+    chosen = [agent for agent in known if not args.names or agent.name in args.names]
     recordings = [_record(agent, base, folder) for agent in chosen]
     results = [_try(name, base, folder, recordings) for name in ARCHITECTURES]
     return 0 if all(results) else 1
 
 
-def _record(agent: agents.Agent, model: Path, folder: Path) -> Recording:
+def _record(agent: Tried, model: Path, folder: Path) -> Recording:
+    program = agents.install(agent, folder)
     with scripted_server(model, binder=Spelling(model)) as (url, engine):
-        agents.prove(agent, agents.install(agent, folder), url, model.name, engine)
+        if isinstance(agent, long_tasks.LongTask):
+            long_tasks.prove(agent, program, url, model.name, engine)
+        else:
+            agents.prove(agent, program, url, model.name, engine)
         replies = {engine.decode(one.prompt.tolist()): one.said for one in engine.answered() if one.said}
-        return Recording(agent.name, engine.sent, replies)
+        return Recording(agent, engine.sent, replies)
 
 
 def _try(architecture: str, base: Path, folder: Path, recordings: Sequence[Recording]) -> bool:
@@ -119,9 +127,11 @@ def _try(architecture: str, base: Path, folder: Path, recordings: Sequence[Recor
         asyncio.run(_send_all(url, recordings))
         for recording in recordings:
             own = [one for one in engine.answered() if engine.decode(one.prompt.tolist()) in recording.replies]
-            counts = list(engine.again(own))
-            is_good &= len(own) >= len(recording.replies) and max(counts) <= MAX_TOKENS
-            print(f"{architecture:10} {recording.name:13} {len(own)} turns, {sum(counts)} tokens, most {max(counts)}")
+            counts, agent = list(engine.again(own)), recording.agent
+            breaks = [count for count in counts if count > MAX_TOKENS]
+            is_good &= len(own) >= len(recording.replies) and len(breaks) <= agent.num_breaks
+            small = sum(counts) - sum(breaks), max((count for count in counts if count <= MAX_TOKENS), default=0)
+            print(f"{architecture:10} {agent.name:13} {len(own)} turns, {small[0]} tokens, most {small[1]}; {breaks}")
         return is_good and not engine.refusals
 
 

@@ -106,6 +106,8 @@ PACKAGES: Sequence[Package] = (
     PythonPackage("pydantic_ai", ["pydantic-ai-slim[openai]"]),
     PythonPackage("instructor", ["instructor"]),
     PythonPackage("openai_agents", ["openai-agents"]),
+    PythonPackage("systemone", ["systemone-client"]),
+    PythonPackage("typesafe_sdk", ["typesafe-sdk"]),
     NodePackage("openai_node", ["openai"]),
     NodePackage("ollama_node", ["ollama"]),
     NodePackage("anthropic_node", ["@anthropic-ai/sdk"]),

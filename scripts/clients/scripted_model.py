@@ -18,7 +18,7 @@ from mlx_lm.models import qwen3
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from models.output.call_formats import HERMES, JSON, CallFormat, Tags
-from tests.support import tiny_models
+from tests.support import tiny_models, tiny_vision
 
 VOCAB_SIZE = 16_384
 CONTEXT_TOKENS = 262_144
@@ -99,6 +99,23 @@ def make_like(model: Path, config: dict[str, Any], folder: Path) -> Path:
     mx.save_safetensors(str(folder / "model.safetensors"), dict(parameters), {"format": "mlx"})
     _write_json(folder / "config.json", config)
     return folder
+
+
+def make_seeing(model: Path, folder: Path) -> Path:
+    """Writes a tiny model that sees, with tokenizer and template of `model`, and its name; returns the folder."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(tiny_vision.PAD, special=True, normalized=False)])
+    text = {**tiny_vision.config_of("qwen3_vl")["text_config"], "max_position_embeddings": CONTEXT_TOKENS}
+    text["vocab_size"] = tokenizer.get_vocab_size()
+    pad = tokenizer.token_to_id(tiny_vision.PAD)
+    tiny_vision.write("qwen3_vl", folder / model.name, text_config=text, image_token_id=pad)
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        shutil.copy(model / name, folder / model.name / name)
+    tokenizer.save(str(folder / model.name / "tokenizer.json"))
+    shown = f"{{{{- '{tiny_vision.PAD}' if part.type == 'image' else part.text -}}}}"
+    template = (model / "chat_template.jinja").read_text().replace("{{- part.text -}}", shown)
+    (folder / model.name / "chat_template.jinja").write_text(template)
+    return folder / model.name
 
 
 def call_template(call_format: CallFormat) -> str:

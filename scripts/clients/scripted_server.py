@@ -105,6 +105,8 @@ class ScriptedEngine:
         self.refusals: list[str] = []
         """Requests that were answered with an error: method, path and status."""
         self.sent: list[Sent] = []
+        self.seen = set[bytes]()
+        """The digests of all images that prompts showed."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -115,6 +117,7 @@ class ScriptedEngine:
         self.exchanges = []
         self.refusals = []
         self.sent = []
+        self.seen = set()
 
     def submit(self, request: GenerationRequest) -> Any:
         """Queues a request with its reply chosen."""
@@ -124,6 +127,7 @@ class ScriptedEngine:
             self.exchanges.append(exchange)  # open by now, for who waits until it is not
             return generation
         self.exchanges.append(exchange)
+        self.seen |= {one.picture.digest for one in request.pictures.placed}
         exchange.said = self._reply_to(self.decode(request.tokens.tolist()))
         choices = json.dumps([exchange.said.spelled(self._call_format)])
         compiled = self._binder.compile(Grammar(GrammarKind.CHOICE, choices))
@@ -253,7 +257,7 @@ def scripted_server(
     assert binder is not None
 
     def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
+        return str(tokenizer.decode([one for one in ids if one >= 0], skip_special_tokens=False))
 
     engine = ScriptedEngine(service.engine, binder, decode, call_format)
     try:

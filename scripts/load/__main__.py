@@ -11,7 +11,7 @@ import argparse
 import time
 from collections.abc import Callable, Mapping
 
-from scripts.load import document, faults, fuzz, idle, slow_clients, streams
+from scripts.load import document, faults, fuzz, idle, ranks, slow_clients, streams
 
 PROOFS: Mapping[str, Callable[[argparse.Namespace], bool]] = {
     "fuzz": fuzz.run,
@@ -20,6 +20,7 @@ PROOFS: Mapping[str, Callable[[argparse.Namespace], bool]] = {
     "idle": idle.run,
     "document": document.run,
     "faults": faults.run,
+    "ranks": ranks.run,
 }
 
 
@@ -35,7 +36,7 @@ def main() -> int:
         "--seconds", type=float, default=1500.0, help="fuzz, document, an eighth of faults: after which it is ended"
     )
     parser.add_argument("--files", type=int, help="slow: how many the server may open; 4096 and then 256 by default")
-    parser.add_argument("--stream-seconds", type=float, default=120.0, help="streams: for how long clients ask")
+    parser.add_argument("--stream-seconds", type=float, default=120.0, help="streams, ranks: how long clients ask")
     parser.add_argument("--examples", type=int, default=20, help="document: for each operation")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(PROOFS))

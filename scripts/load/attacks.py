@@ -207,7 +207,7 @@ def _described(random: Random, document: Mapping[str, Any]) -> Attack:
     """Asks with a body that the document allows, and at times with one thing in it otherwise."""
     definitions = document["components"]["schemas"]
     operations = [(path, item["post"]["requestBody"]) for path, item in document["paths"].items() if "post" in item
-                  and "requestBody" in item["post"]]  # fmt: skip
+                  and "application/json" in item["post"].get("requestBody", {}).get("content", ())]  # fmt: skip
     path, described = random.choice(operations)
     body = from_schema(described["content"]["application/json"]["schema"], definitions, random)
     if random.random() < 0.3:

@@ -100,6 +100,10 @@ _OPENAI = (
     _post("/v1/rerank", query="One", documents=["Two", {"text": "Three"}], top_n=1, return_documents=True),
     Example("GET", "/v1/models"),
     Example("GET", "/v1/models/demo"),
+    _post(
+        "/v1/systemone", state={"mail": "Hi"}, questions={"q": {"type": "choice", "criteria": {"a": None, "ab": "b"}}}
+    ),
+    _post("/v1/decisions", input="Hi", questions=[{"type": "predicate", "name": "q", "instructions": "Is it?"}]),
 )
 _RESPONSES = (
     _post("/v1/responses", input="What is my name?", max_output_tokens=MAX_TOKENS, stream=True),
@@ -192,9 +196,15 @@ _LLAMA_CPP = (
 _ADMIN = (
     Example("GET", "/v1/cache?limit=5&cache_salt=salt"),
     Example("GET", "/v1/cache/edges/1?cache_salt=salt"),
+    Example("GET", "/v1/cache/search?text=a"),
+    Example("GET", "/v1/cache/export?session=one"),
+    Example("POST", "/v1/cache/import"),
+    Example("GET", "/v1/requests"),
     Example("GET", "/v1/stats"),
     Example("GET", "/v1/events?seconds=0"),
     _post("/v1/cache/clear"),
+    Example("GET", "/v1/library"),
+    Example("DELETE", "/v1/models/nobody"),
     _post("/v1/models/load", model="nobody"),
     _post("/v1/models/unload", model="nobody"),
     _post("/v1/cache/prime", messages=_CHAT, tools=[_TOOL], session_id="one"),

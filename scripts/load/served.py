@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 STOP_SECONDS = 30.0
 PROBE_SECONDS = 30.0
 _ON_LOOPBACK = ("--host", "127.0.0.1", "--port", "0", "--name", "load")

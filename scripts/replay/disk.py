@@ -12,7 +12,7 @@ from cache.disk.index import WriteDay
 from cache.disk.tier import DiskTier
 from cache.disk.tree import DiskTree, FilePart, StoredFile
 from cache.types import TokenArray
-from scripts.replay.layout import SizedRecurrent, SizedSegment
+from scripts.replay.layout import SizedLayout, SizedRecurrent, SizedSegment
 
 
 class SizedImage:
@@ -25,19 +25,18 @@ class SizedImage:
 
     def bytes_of(self, num_tokens: int) -> int:
         """Returns the bytes of a file of `num_tokens` of the rows, and the whole state."""
-        return num_tokens * self._bytes_per_token + self._recurrent_bytes
+        return int(num_tokens * self._bytes_per_token) + self._recurrent_bytes
 
 
 class SizedStore:
     """Stands in for `cache.disk.folder.DiskStore`: takes everything at once, forgets nothing, counts."""
 
-    def __init__(self, bytes_per_token: int, snapshot_bytes: int) -> None:
+    def __init__(self, layout: SizedLayout) -> None:
         self.is_failing = False
         self.tree, self.day = DiskTree(), None
         self.written_bytes_total = 0
         self.read_bytes_total = 0
-        self._bytes_per_token = bytes_per_token
-        self._snapshot_bytes = snapshot_bytes
+        self._layout = layout
         self._names = map(str, itertools.count(1))
 
     def image(self, rows: SizedSegment | None, recurrent: SizedRecurrent | None) -> SizedImage:
@@ -53,12 +52,14 @@ class SizedStore:
 
     def read(self, part: FilePart) -> tuple[SizedSegment | None, SizedRecurrent | None]:
         """Returns rows of a file, and the whole state of a snapshot."""
-        self.read_bytes_total += (part.stop - part.start) * self._bytes_per_token
-        rows = SizedSegment(part.start, part.stop, self._bytes_per_token) if part.start < part.stop else None
+        layout = self._layout
+        rows = SizedSegment(part.start, part.stop, layout.stored_bytes_per_token, layout.form.rows)
+        self.read_bytes_total += rows.num_bytes
         if not part.file.has_recurrent:
             return rows, None
-        self.read_bytes_total += self._snapshot_bytes
-        return rows, SizedRecurrent(part.file.stop, self._snapshot_bytes)
+        self.read_bytes_total += layout.stored_snapshot_bytes
+        recurrent = SizedRecurrent(part.file.stop, layout.stored_snapshot_bytes, layout.form.recurrent)
+        return rows if rows.num_bytes else None, recurrent
 
     def delete(self, files: Iterable[StoredFile]) -> None:
         """Nothing is there to delete."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from cache.budget import BudgetExceeded
 from cache.lease import Lease
+from cache.memory_tier import ROUNDED_TOKENS
 from cache.prefix_cache import PrefixCache
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
@@ -164,15 +165,14 @@ class CacheDriver:
         *,
         num_slots: int,
         memory_bytes: float,
-        bytes_per_token: int,
-        snapshot_bytes: int,
+        layout: SizedLayout,
         disk_bytes: int = 0,
         is_checked: bool = False,
     ) -> None:
         """`memory_bytes` may be infinite; `is_checked` asserts the cache's invariants after each request."""
-        self.layout = SizedLayout(bytes_per_token, snapshot_bytes)
+        self.layout = layout
         budget = 1 << 60 if math.isinf(memory_bytes) else int(memory_bytes)
-        self._store = SizedStore(bytes_per_token, snapshot_bytes)
+        self._store = SizedStore(layout)
         self._tier = sized_tier(self._store, disk_bytes) if disk_bytes else None
         self.prefix_cache = PrefixCache(
             self.layout.make_caches, num_slots=num_slots, budget_bytes=budget, layout=self.layout, disk=self._tier
@@ -245,7 +245,9 @@ class CacheDriver:
             stop = lease.chunk_stop(CHUNK_TOKENS, limit)
             lease.caches[0].num_tokens = stop
             lease.advance(request.prompt[lease.offset : stop])
+            self.prefix_cache.memory.round_stored(ROUNDED_TOKENS)
         decoded = np.concatenate([request.prompt[-1:], request.output[:-1]])
         for token in decoded.tolist():
             lease.caches[0].num_tokens += 1
             lease.append(token)
+            self.prefix_cache.memory.round_stored(ROUNDED_TOKENS)

@@ -5,11 +5,14 @@ sees it: rows for every token, and whole state at single offsets. It checks what
 replay also fails where a real layout would have restored something else than asked for.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from cache.layers.layout import Layout
+import mlx.core as mx
+
+from cache.layers.layout import EXACT, Layout, StoredForm
+from cache.layers.state import Rounded
 
 
 @dataclass
@@ -33,20 +36,27 @@ class SizedSegment:
 
     start: int
     stop: int
-    bytes_per_token: int
+    bytes_per_token: float
+    is_rounded: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the rows would take."""
-        return (self.stop - self.start) * self.bytes_per_token
+        return int((self.stop - self.start) * self.bytes_per_token)
+
+    @property
+    def can_round(self) -> bool:
+        """Whether the rows are exact."""
+        return not self.is_rounded
 
     def split(self, offset: int) -> "tuple[SizedSegment, SizedSegment]":
         """Returns `[start, offset)` and `[offset, stop)`."""
         assert self.start < offset < self.stop, f"[{self.start}, {self.stop}) split at {offset}"
-        return (
-            SizedSegment(self.start, offset, self.bytes_per_token),
-            SizedSegment(offset, self.stop, self.bytes_per_token),
-        )
+        return replace(self, stop=offset), replace(self, start=offset)
+
+    def between(self, start: int, stop: int) -> "SizedSegment":
+        """The rows of `[start, stop)`."""
+        return replace(self, start=max(start, self.start), stop=min(stop, self.stop))
 
     def join(self, *later: "SizedSegment") -> "SizedSegment":
         """Returns one segment of this one and `later`."""
@@ -54,7 +64,7 @@ class SizedSegment:
         for part in later:
             assert stop == part.start, f"[…, {stop}) joined with [{part.start}, …)"
             stop = part.stop
-        return SizedSegment(self.start, stop, self.bytes_per_token)
+        return replace(self, stop=stop)
 
 
 @dataclass(frozen=True)
@@ -63,12 +73,27 @@ class SizedRecurrent:
 
     offset: int
     num_bytes: int
+    is_rounded: bool = False
+
+    @property
+    def can_round(self) -> bool:
+        """Whether the state is exact."""
+        return not self.is_rounded
+
+
+def _rounded_bytes(num_bytes: int, dtype: mx.Dtype) -> int:
+    return Rounded.size_of(mx.zeros((1, 1, 1, num_bytes // dtype.size), dtype))
 
 
 class SizedLayout(Layout):
     """Like `Layout`, over one `SizedCache` per sequence. Counts the states that were taken."""
 
-    def __init__(self, bytes_per_token: int, snapshot_bytes: int) -> None:
+    def __init__(self, bytes_per_token: int, snapshot_bytes: int, form: StoredForm = EXACT) -> None:
+        """Rows are bfloat16, whole state is float32."""
+        self.form = form
+        row_bytes = _rounded_bytes(bytes_per_token, mx.bfloat16) if form.rows else bytes_per_token
+        self.stored_bytes_per_token = float(row_bytes)
+        self.stored_snapshot_bytes = _rounded_bytes(snapshot_bytes, mx.float32) if form.recurrent else snapshot_bytes
         self._bytes_per_token = bytes_per_token
         self._snapshot_bytes = snapshot_bytes
         self.has_recurrent = snapshot_bytes > 0
@@ -146,6 +171,17 @@ class SizedLayout(Layout):
             reached = source.stop
         assert reached == offset, f"{reached} rows loaded, {offset} wanted"
         caches[0].num_tokens = offset
+
+    def rounding(self, rows: Any, piece_bytes: int = 0) -> Iterator[tuple[int, Any]]:
+        """Rounds a segment in one piece."""
+        if self.can_round(rows, None):
+            yield rows.num_bytes, replace(rows, bytes_per_token=self.stored_bytes_per_token, is_rounded=True)
+
+    def rounded_recurrent(self, state: Any) -> Any:
+        """Stored whole state in its last form."""
+        if not self.form.recurrent:
+            return state
+        return replace(state, num_bytes=self.stored_snapshot_bytes, is_rounded=True)
 
     def truncate_spans(self, caches: Sequence[Any], offset: int) -> None:
         """Forgets rows from `offset` on."""

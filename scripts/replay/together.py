@@ -23,7 +23,9 @@ import numpy as np
 
 from cache.prefix_cache import PrefixCache
 from cache.types import LayerCache, TokenArray
+from models.inference.abilities import Abilities
 from models.inference.embedding import Embedder
+from models.inference.probe import Form
 from models.output.pieces import TokenLogprob
 from scripts.bench.common import Report, Target, write_json
 from scripts.replay.conversations import BLOCK_TOKENS, MAX_COMMON_BLOCKS, BlockNumbers, Script
@@ -129,7 +131,7 @@ class SizedStep:
     """A token of each row."""
 
     sampled: list[int]
-    is_long = False
+    is_long, has_sampled = False, True
 
     def tokens(self) -> list[list[int]]:
         """Returns them."""
@@ -142,8 +144,8 @@ class SizedStep:
 class SizedRunner:
     """A runner over state that has sizes only; counts what it evaluates and the seconds that takes."""
 
-    rows_form, drafts_form, overlaps, padding_bytes = "together", "off", False, 0
-    max_feed_tokens, encoder = 1, None
+    overlaps, padding_bytes, encoder, is_divided = False, 0, None, False
+    abilities = Abilities(Form.HEADS, "together", "off")
 
     def __init__(self, head_tokens: float | None) -> None:
         self.head_tokens = head_tokens

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cache.layers.layout import EXACT, StoredForm
 from scripts.replay.conversations import (
     BlockNumbers,
     Conversation,
@@ -25,11 +26,13 @@ from scripts.replay.conversations import (
 )
 from scripts.replay.drive import CacheDriver, Contestant, Outcome, Request, requests_of
 from scripts.replay.generator import generate
+from scripts.replay.layout import SizedLayout
 from scripts.replay.report import Oracle, figures_of, loss_table, losses, table
 from scripts.replay.rivals import CopyRival, Sizes, TreeRival
 from scripts.replay.schedule import Arrival, plan_arrivals, with_one_shots
 
 DEFAULT_SESSIONS = 40
+ROUNDED = {"nothing": EXACT, "rows": StoredForm(rows=True), "all": StoredForm(rows=True, recurrent=True)}
 POLICIES = ("cache", "unlimited", "lru", "last-tip", "whole-copy")
 
 
@@ -45,6 +48,7 @@ class Settings:
     disk_bytes: int
     bytes_per_token: int
     snapshot_bytes: int
+    rounds: str
     seed: int
     one_shot_share: float
     policies: tuple[str, ...]
@@ -110,8 +114,7 @@ def _driver(settings: Settings, memory_bytes: float, disk_bytes: int) -> CacheDr
         num_slots=settings.slots,
         memory_bytes=memory_bytes,
         disk_bytes=disk_bytes,
-        bytes_per_token=settings.bytes_per_token,
-        snapshot_bytes=settings.snapshot_bytes,
+        layout=SizedLayout(settings.bytes_per_token, settings.snapshot_bytes, ROUNDED[settings.rounds]),
         is_checked=settings.is_checked,
     )
 
@@ -160,6 +163,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         disk_bytes=int(options.disk_gb * 1e9),
         bytes_per_token=options.kv_bytes_per_token,
         snapshot_bytes=options.snapshot_bytes,
+        rounds=options.rounds,
         seed=options.seed,
         one_shot_share=options.one_shot_share,
         policies=tuple(dict.fromkeys(options.policy or POLICIES)),
@@ -176,6 +180,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--slots", type=_positive, default=8, metavar="N", help="slots of the cache, as the server's --slots")
     add("--kv-bytes-per-token", type=_positive, default=20_480, metavar="N", help="attention state of a token")
     add("--snapshot-bytes", type=int, default=63 << 20, metavar="N", help="whole state; 0 for attention only")
+    add(
+        "--rounds",
+        choices=ROUNDED,
+        default="nothing",
+        help="what is stored in 8 bits, as by --cache-bits",
+    )
     add("--memory-gb", type=float, default=12.0, metavar="X", help="budget in 10^9 bytes; inf for no limit")
     add("--disk-gb", type=float, default=0.0, metavar="Y", help="disk budget; 0 for none")
     add("--one-shot-share", type=float, default=0.0, metavar="S", help="share of one-shot prompts among all requests")

@@ -24,9 +24,18 @@ from typing import Any
 
 from scripts.vision.faulty import FAULTS
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+QWEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+MISTRAL = ("mistral3", "ministral3")
+FAMILIES = (*QWEN, "gemma3", "gemma4", "gemma4_moe", *MISTRAL)
 PACKAGES = ("torch==2.13.0", "transformers==5.23.0", "pillow", "safetensors", "numpy")
-WITHOUT_DEEPSTACK = ("qwen3_5", "qwen3_5_moe")
+FAULTS_OF_SOME = {
+    "no shift": QWEN,
+    "flat positions": QWEN,
+    "no deepstack": QWEN[:2],
+    "causal blocks": ("gemma3", "gemma4_moe"),
+    "layer inputs of another token": ("gemma4",),
+    "rows without ends": MISTRAL,
+}
 NUM_COLD, NUM_IMAGES = 7, 3
 """Images of all conversations, each for itself; different ones."""
 START_SECONDS, ANSWER_SECONDS = 300, 300
@@ -73,7 +82,7 @@ def _compare(folder: Path, name: str) -> bool:
             results["from disk"] = _ask_all(url, conversations, "disk")
             results["from disk, no image seen twice"] = _num_encoded(url) <= NUM_IMAGES
     for fault in FAULTS:
-        if fault != "no deepstack" or name not in WITHOUT_DEEPSTACK:
+        if name in FAULTS_OF_SOME.get(fault, FAMILIES):
             with _server(fault, folder / name, "--slots", "6") as url:
                 results[f"noticed: {fault}"] = not _ask_all(url, conversations, "shared")
     for title, is_right in results.items():

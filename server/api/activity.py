@@ -1,21 +1,23 @@
-"""Open requests, sums of the past, and events about requests and state.
+"""Open requests, sums of the past, events about requests and state, and the prefix trees of the last minutes.
 
-A listener has the latest events that it has not read, so publishing costs the same however slow a listener is. One
-that has lost events is told how many. Event loop only.
+A listener keeps only the latest unread events, so publishing costs the same however slow a listener is. A listener
+that loses events learns how many. Event loop only.
 """
 
 import asyncio
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from cache.budget import CacheEvent
 from models.adapter import client_namespace
 from server.api.record import CANCELLED, OpenRequest, RequestRecord, counts_of
 from server.api.sessions import Recent, TokenCounts
 from server.api.wire import sse_event
+from server.diagnosis.account import EvaluatedTurn
 from server.diagnosis.causes import Miss
 from server.engine.engine import Engine
 from server.engine.request import Delta, Progress, Started, Timings
@@ -197,8 +199,27 @@ class Sums(TokenCounts):
         self.misses.sort(key=lambda one: -one.tokens)
 
 
+MAX_ENDED, MAX_ALL_ENDED = 256, 2048
+"""Ended requests kept of one namespace, and of all."""
+MAX_LEVELS = 512
+MAX_DECIDED = 32
+LEVEL_SECONDS = 2.0
+"""Between two levels of held bytes: a quarter of an hour has 450."""
 PACE_TOKENS = 64
 """Fewer are too short to measure the time per token."""
+
+
+class Unplanned(NamedTuple):
+    """A request whose model is being loaded."""
+
+    id: str
+    model: str
+    endpoint: str
+    namespace: str
+    key: str | None
+    session_id: str | None
+    received_at: float
+    """`time.monotonic()`."""
 
 
 class Activity:
@@ -208,7 +229,14 @@ class Activity:
         self.log = log
         self._engines = engines
         self._open: dict[OpenRequest, None] = {}
+        self.unplanned: dict[Unplanned, None] = {}
+        """The oldest first."""
         self._sums_of_all, self._sums = Sums(), Recent[Sums](MAX_NAMESPACES)
+        self._ended = Recent[dict[str, Any]](MAX_ALL_ENDED, MAX_ENDED)
+        self.levels = deque[tuple[float, int, int, int]](maxlen=MAX_LEVELS)
+        """At ends of requests: seconds since 1970, and bytes of state live, stored and on disk."""
+        self.decided = deque[tuple[str, str, EvaluatedTurn]](maxlen=MAX_DECIDED)
+        """Namespace, model and prompt of the last requests that generate nothing, as decisions do."""
         self._seconds_per_token = dict[str, float]()
         """By model, of its last long prompt."""
         log.on_wanted = self._watch_all
@@ -231,6 +259,16 @@ class Activity:
         """Open requests of one namespace or all, oldest first."""
         return [one for one in self._open if namespace is None or one.request.namespace == namespace]
 
+    def latest(self, namespace: str | None) -> list[dict[str, Any]]:
+        """The last ended requests of one namespace or all, the latest first, with the fields of their events."""
+        return self._ended.of(namespace)
+
+    def forget_session(self, namespace: str, session_id: str) -> None:
+        """Drops a session's ended requests."""
+        for one in self._ended.of(namespace):
+            if one["session_id"] == session_id:
+                self._ended.forget(namespace, one["id"])
+
     def forget(self, request: OpenRequest) -> None:
         """Notes that a request runs no more."""
         self._open.pop(request, None)
@@ -249,10 +287,26 @@ class Activity:
         self._sums.put(namespace, "", own)
         for sums in (self._sums_of_all, own):
             sums.add(record)
+        self._note_level(record.ended_at)
+        if record.first.request.is_prefix_only and (turn := record.first.turn_so_far) is not None:
+            self.decided.append((namespace, record.first.model_id, turn))
         for choice in reversed(record.choices):
             self._open.pop(choice, None)
+            ended, known = ended_fields(record, choice), known_fields(choice)
+            received = round(record.ended_at - record.total_seconds, 3)
+            times = {"received": received, "ended": round(record.ended_at, 3)}
+            self._ended.put(namespace, choice.request.request_id, {**known, **ended, **times})
             if self.log.is_wanted:
-                self._publish(choice, "request.ended", ended_fields(record, choice))
+                self._publish(choice, "request.ended", ended)
+
+    def _note_level(self, now: float) -> None:
+        if self.levels and now - self.levels[-1][0] < LEVEL_SECONDS:
+            return
+        caches = [engine.stats().cache for engine in self._engines().values()]
+        sums = (
+            sum(getattr(cache, name) for cache in caches) for name in ("live_bytes", "stored_bytes", "disk_bytes")
+        )
+        self.levels.append((round(now, 3), *sums))
 
     def _publish(self, request: OpenRequest, name: str, fields: Mapping[str, Any]) -> None:
         self.log.publish(name, request.request.namespace, **request.who, **fields)
@@ -280,6 +334,13 @@ class Activity:
         self.log.publish(event.what.value, namespace, model=model_id, namespace=namespace, **event.fields)
 
 
+def known_fields(request: OpenRequest) -> dict[str, Any]:
+    """What events have said of a request so far."""
+    started = running_event(request, request.started)[1] if request.started is not None else {}
+    first = {} if request.first_text_ms is None else {"first_ms": request.first_text_ms}
+    return {**request.who, **running_event(request, None)[1], **started, **first}
+
+
 _TOLD_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
@@ -298,6 +359,7 @@ def running_event(request: OpenRequest, event: Started | Progress | Delta | None
                 "match_tokens": event.match_tokens,
                 "cached_tokens": event.hit_tokens,
                 "tier": event.tier,
+                "rounded_tokens": event.rounded_tokens,
                 "queue_ms": max(0.0, round(queue_ms, 1)),
                 "restore_ms": round(event.restore_ms, 1),
                 "miss": event.reuse.miss,
@@ -320,4 +382,65 @@ def ended_fields(record: RequestRecord, request: OpenRequest) -> dict[str, Any]:
         "tier": request.tier,
         "lost_tokens": record.turn.lost_tokens if is_first else 0,
         "miss": record.turn.miss if is_first else None,
+        "saved_seconds": round(record.saved_seconds, 3) if is_first else 0.0,
     }
+
+
+# ---------------------------------------------------------------------------------------------------- earlier trees
+
+KEEP_TREE_SECONDS = 900.0
+MIN_SAMPLE_SECONDS = 5.0
+"""Between two samples of one tree."""
+MAX_TREE_BYTES = 8 << 20
+
+
+class TreeSample(NamedTuple):
+    """What `/v1/cache` answered, packed."""
+
+    namespace: str
+    model: str
+    time: float
+    packed: bytes
+
+
+class TreeHistory:
+    """Samples of prefix trees in the last minutes, the oldest first; the oldest go beyond `max_bytes`."""
+
+    def __init__(self, wall: Callable[[], float], max_bytes: int = MAX_TREE_BYTES) -> None:
+        """`wall` reads seconds since 1970."""
+        self._wall, self._max_bytes = wall, max_bytes
+        self._samples = deque[TreeSample]()
+        self.num_bytes = 0
+
+    def is_due(self, namespace: str, model: str) -> bool:
+        """Whether the last sample of a tree is old enough."""
+        times = self.times(namespace, model)
+        return not times or self._wall() - times[-1] >= MIN_SAMPLE_SECONDS
+
+    def times(self, namespace: str, model: str) -> list[float]:
+        """When a tree was sampled."""
+        self._drop()
+        return [one.time for one in self._samples if (one.namespace, one.model) == (namespace, model)]
+
+    def add(self, namespace: str, model: str, body: bytes) -> None:
+        """Keeps an answer."""
+        sample = TreeSample(namespace, model, round(self._wall(), 3), zlib.compress(body, 1))
+        self._samples.append(sample)
+        self.num_bytes += len(sample.packed)
+        self._drop()
+
+    def at(self, namespace: str, model: str, time: float) -> bytes | None:
+        """The last answer not later than a time."""
+        samples = (one for one in reversed(self._samples) if (one.namespace, one.model) == (namespace, model))
+        sample = next((one for one in samples if one.time <= time), None)
+        return None if sample is None else zlib.decompress(sample.packed)
+
+    def forget(self, namespace: str) -> None:
+        """Drops all samples of a namespace, whose state or texts are to go."""
+        self._samples = deque(one for one in self._samples if one.namespace != namespace)
+        self.num_bytes = sum(len(one.packed) for one in self._samples)
+
+    def _drop(self) -> None:
+        oldest = self._wall() - KEEP_TREE_SECONDS
+        while self._samples and (self.num_bytes > self._max_bytes or self._samples[0].time < oldest):
+            self.num_bytes -= len(self._samples.popleft().packed)

@@ -7,6 +7,7 @@ entry. One record is made of all choices, and one of each later part. Event loop
 
 import asyncio
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from server.api.record import Arrival, OpenRequest, RequestRecord, counts_of
 from server.api.wire import Payload
 from server.diagnosis import account
 from server.diagnosis.causes import Cause, Reuse
-from server.diagnosis.compare import find_moved_note
+from server.diagnosis.compare import find_moved_note, keeps_question
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, repeated_call
 from server.engine.commands import pin_turn
 from server.engine.engine import Engine
@@ -125,13 +126,16 @@ class Run(OpenRequest):
         repeats = before is not None and exchange.prompt is before.exchange.prompt
         super().__init__(exchange.request, exchange.model.id, answer.arrival, before is None, repeats)
         self.exchange: Exchange = exchange
+        self.asked = exchange.asked
         self.token_ids: list[int] = []
         self.finished: Finished | None = None
         """None unless the run ended well."""
         self._context = answer.context
         self._conversations = answer.context.conversations if self.is_first else account.Conversations()
-        self.earlier: Prompt | None = None
-        """The prompt of the turn that the request continues."""
+        self.moved_note: tuple[int, str] | None = None
+        """As of `find_moved_note`."""
+        self.kept_note: tuple[int, str] | None = None
+        """What moved when the question came that is still being answered."""
         self._generation = answer.engine.submit(exchange.request)
         self._texts: list[str] = []
 
@@ -210,17 +214,23 @@ class Run(OpenRequest):
             if request.session_id is not None:
                 self.name = account.Name(request.namespace, request.session_id)
             return started
-        rendered = account.Rendered(self.exchange.asked, request.tokens, request.outline)
+        source = self.exchange.conversation
+        rendered = account.Rendered(
+            self.exchange.asked, request.tokens, request.outline, () if source is None else source.heals
+        )
         self.name, previous = self._conversations.find(request.session_id, rendered, request.request_id)
         if previous is not None:
-            self.previous_id, self.earlier = previous.request_id, previous.prompt
+            self.previous_id = previous.request_id
+            if keeps_question(previous.prompt, rendered.prompt):
+                self.kept_note = previous.note
+            else:
+                self.moved_note = await asyncio.to_thread(find_moved_note, previous.prompt, rendered.prompt)
         if started.reuse.misses:
             return started
         is_asked = request.cache_prompt
         reuse = await self._reuse(started, previous, rendered) if is_asked else account.declined(previous, rendered)
-        source = self.exchange.conversation
-        if is_asked and source is not None and source.heals:
-            reuse = replace(reuse, healed=account.healed(previous, rendered, source.heals, started.hit_tokens))
+        if is_asked and rendered.heals:
+            reuse = replace(reuse, healed=account.healed(previous, rendered, started.hit_tokens))
         return replace(started, reuse=reuse)
 
     async def _reuse(
@@ -237,7 +247,7 @@ class Run(OpenRequest):
         if engine is None or self.name is None or not any(miss.cause is Cause.EVICTED for miss in reuse.misses):
             return reuse
         cache = engine.stats().cache
-        needed = self._conversations.num_tokens_since(self.name, rendered) * cache.bytes_per_token
+        needed = self._conversations.num_tokens_since(self.name, rendered) * cache.stored_bytes_per_token
         return account.with_missing_bytes(reuse, int(needed) - cache.budget_bytes)
 
     def _remember_reply(self, finished: Finished) -> None:
@@ -270,7 +280,14 @@ class Run(OpenRequest):
             said = part_of(messages[0]) if messages else Part(PLAIN, "".join(self._texts))
             self.repeated_call = repeated_call((*exchange.asked.parts, said))
         turn = account.EvaluatedTurn(
-            exchange.asked, said, tokens=tokens, num_prompt_tokens=num_prompt, request_id=request.request_id
+            exchange.asked,
+            said,
+            tokens=tokens,
+            num_prompt_tokens=num_prompt,
+            request_id=request.request_id,
+            outline=request.outline,
+            head_tokens=request.head_tokens,
+            note=self.moved_note or self.kept_note,
         )
         self._conversations.record(self.name, turn)
 
@@ -412,14 +429,16 @@ class Answer:
             self.context.in_background(_evaluate_ahead(self.engine, run, exchange.conversation, reply_ids))
         if run.outcome == FinishReason.STOP and exchange.parser.made_calls:
             label = request.session_id or request.request_id
-            self.engine.execute_later(pin_turn, request.state_namespace, label, request.tokens, reply_ids)
+            turn = request.state_namespace, label, request.tokens, reply_ids
+            self.engine.execute_later(pin_turn, *turn, time.monotonic())
 
 
 async def _evaluate_ahead(engine: Engine, run: Run, conversation: Conversation, reply_ids: Sequence[int]) -> None:
     exchange = run.exchange
 
     def requests() -> list[GenerationRequest]:
-        note = find_moved_note(run.earlier, exchange.asked) if run.earlier is not None else None
+        # Agents leave a note in its place until they have an answer, or move it with each result of a tool.
+        note = run.moved_note or (None if exchange.parser.made_calls else run.kept_note)
         histories = [conversation, *([conversation.without_note(*note)] if note is not None else [])]
         return next_turn_requests(histories, exchange.request, reply_ids, exchange.whole_reply())
 

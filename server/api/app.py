@@ -13,9 +13,10 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.admin import cache, state
+from server.api.admin import cache, models, state
 from server.api.admin.console import PAGE_ROUTES
 from server.api.anthropic.api import ANTHROPIC
+from server.api.decisions.api import DECISIONS, SYSTEM_ONE
 from server.api.dialect import ApiContext, Dialect, Endpoint, find_dialect, routes_of, with_and_without_v1
 from server.api.guard import ErrorBoundary, cross_origin_layer, raise_http_error
 from server.api.llama_cpp.api import LLAMA_CPP
@@ -29,7 +30,7 @@ from server.app.config import ServerConfig
 from server.app.keys import KeyRing, read_keys
 from server.pool.pool import ModelPool
 
-APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
+APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES, SYSTEM_ONE, DECISIONS)
 """The first one also answers paths of none."""
 
 
@@ -39,7 +40,7 @@ async def openapi(request: Request) -> Response:
 
 
 ADMIN_ROUTES = (
-    *with_and_without_v1((*state.V1_ROUTES, *cache.ROUTES)),
+    *with_and_without_v1((*state.V1_ROUTES, *models.V1_ROUTES, *cache.ROUTES)),
     Endpoint("/openapi.json", openapi),
     *state.ROUTES,
 )
@@ -58,6 +59,8 @@ def create_pool_app(
     # Making the document takes a fifth of a second, and few clients ask for it.
     app.state.describe = lru_cache(maxsize=1)(partial(openapi_document, apis))
     context = app.state.api = ApiContext(config, pool, read_keys(config) if keys is None else keys)
+    if config.console:
+        context.subscribers.append(partial(cache.sample_tree, context))
     if config.otlp is not None:
         context.tracing = Tracing(config.otlp, name)
         context.subscribers.append(context.tracing.tell)

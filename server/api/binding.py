@@ -342,8 +342,8 @@ def _opener(model: ServedModel, form: CallFormat, text: str, letter: str) -> Cal
     """One in quotes is of the text; one that is no token is followed by what begins a call."""
     token = None if model.grammars is None else model.grammars.token_of(text)
     spellings = "|".join(re.escape(one) for one in (text, *(alias for alias, _ in form.aliases)))
-    behind = "()" if token is not None else rf"(\s*{re.escape(letter)}.*)"
-    return CallOpener(re.compile(rf"(?<!['\"`])(?:{spellings}){behind}", re.DOTALL), token)
+    after = "()" if token is not None else rf"(\s*{re.escape(letter)}.*)"
+    return CallOpener(re.compile(rf"(?<!['\"`])(?:{spellings}){after}", re.DOTALL), token)
 
 
 def _lark(param: str, *lines: str) -> AnswerGrammar:

@@ -7,15 +7,16 @@ nothing. All others are ignored; docs/ names those that clients know.
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import dedent
 from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
-from server.api.errors import ApiError, Code, wrong
+from server.api.errors import ApiError, Code, path_of, wrong
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,21 @@ def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Mapping[str, Rul
     body = validated(kind, raw)
     if body.model_extra:
         logger.debug("fields without effect: %s", ", ".join(sorted(body.model_extra))[:500])
+        fields = [field.alias or name for name, field in kind.model_fields.items()]
+        meant = {_letters(name): name for name in fields}
+        told = [
+            f"{name[:100]} (did you mean {meant[_letters(name)]}?)"
+            for name in sorted(body.model_extra)
+            if _letters(name) in meant
+        ]
+        if told:
+            # One line, however many a client sends.
+            logger.warning("fields without effect: %s", ", ".join(told)[:500])
     return body
+
+
+def _letters(name: str) -> str:
+    return name.replace("_", "").replace(".", "").lower()
 
 
 def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
@@ -143,10 +158,49 @@ def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        code = Code.INVALID_TYPE if problem["type"].endswith("_type") else Code.INVALID_VALUE
-        if problem["type"] == "missing":
-            code = Code.MISSING_PARAMETER
-        steps = (step for step in (*place, *problem["loc"]) if step != "[key]")
-        param = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-        raise wrong(param.lstrip(".")[:200], problem["msg"].removeprefix("Value error, "), code) from error
+        problems = [_problem(raw, one) for one in error.errors(include_url=False)]
+        raise _worst(problems, place) from error
+
+
+_Problem: TypeAlias = tuple[tuple[int | str, ...], Code, str]
+_MEMBER = re.compile(r"str|int|float|bool|[A-Z]\w*|.*\[.*")
+"""What pydantic calls a member of a union, in a problem's place."""
+_INPUT = "Input should be "
+
+
+def _worst(problems: Sequence[_Problem], place: Sequence[int | str]) -> ApiError:
+    """The first problem; of a union's members the one that fits most of the value, or what all would take."""
+    inside = [one for one in problems if one[0][: len(problems[0][0])] == problems[0][0]]
+    steps, code, why = max(inside, key=lambda one: len(one[0]))
+    others = {said: None for at, _, said in inside if at == steps and said.startswith(_INPUT)}
+    if why in others:
+        why = _INPUT + " or ".join(said.removeprefix(_INPUT) for said in others)
+    return wrong(path_of(*place, *steps)[:200], why, code)
+
+
+def _problem(raw: Any, problem: ErrorDetails) -> _Problem:
+    """Where in a body a problem is, and what is wrong, in words of JSON."""
+    kind, why = problem["type"], problem["msg"].removeprefix("Value error, ")
+    steps, code = _steps_in(raw, problem["loc"]), Code.INVALID_TYPE if kind.endswith("_type") else Code.INVALID_VALUE
+    if kind in ("model_type", "model_attributes_type"):
+        why = f"{_INPUT}a valid dictionary"
+    if kind.startswith("union_tag"):
+        context = problem["ctx"]
+        steps, why = [*steps, context["discriminator"].strip("'")], f"{_INPUT}one of {context.get('expected_tags')}"
+    if kind in ("missing", "union_tag_not_found"):
+        code, why = Code.MISSING_PARAMETER, "Field required"
+    return tuple(steps), code, why
+
+
+def _steps_in(raw: Any, place: Sequence[int | str]) -> list[int | str]:
+    """A problem's place in the body, without what pydantic adds to it: tags and members of unions."""
+    steps, value = list[int | str](), raw
+    for number, step in enumerate(place, 1):
+        of_object, of_list = isinstance(value, Mapping), isinstance(value, list) and isinstance(step, int)
+        inner = value.get(step) if of_object else value[step] if of_list else None
+        is_tag = of_object and step == value.get("type") and not isinstance(inner, Mapping | list)
+        is_member = inner is None and _MEMBER.fullmatch(str(step))
+        if not (is_member or (is_tag and number < len(place))):
+            steps.append(step)
+            value = inner
+    return steps

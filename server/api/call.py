@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from models.errors import InvalidParameter
+from server.api.activity import Unplanned
 from server.api.answer import Answer, Exchange
 from server.api.dialect import ApiContext, Dialect, ModelReady, client_of, context_of, dialect_of, namespace_of
 from server.api.embedding import EmbeddingWork
@@ -27,7 +28,7 @@ from server.api.errors import ApiError, Code, explain, stopped
 from server.api.guard import key_name_of
 from server.api.params import Incoming
 from server.api.record import Arrival
-from server.api.sessions import ascii_text, resolve_session_id
+from server.api.sessions import ascii_text, header_text, resolve_session_id
 from server.api.wire import JsonBody, Payload, check_amount, check_messages, parse_object
 from server.app.log_events import TextsEmbedded
 from server.pool.names import ModelNotLoaded, ModelSource
@@ -36,6 +37,7 @@ from server.pool.pool import LOADED
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
+MAX_CLIENT_CHARACTERS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,9 +198,18 @@ class Call:
 
     async def _plan_loaded(self, source: ModelSource) -> Plan:
         """Raises PoolError and EngineStopped."""
+        http, unplanned = self._http, self._context.activity.unplanned
+        request_id = self.id_prefix + http.state.request_id.removeprefix("req_")
+        namespace, session_id = http.state.asked_as
+        own = namespace, key_name_of(http), session_id, self._received
         while True:
             self._loading = source
-            with await self._context.pool.load(source) as loaded:
+            unplanned[waiting := Unplanned(request_id, source.name, http.url.path, *own)] = None
+            try:
+                hold = await self._context.pool.load(source)
+            finally:
+                del unplanned[waiting]
+            with hold as loaded:
                 LOADED.set(loaded.member)
                 try:
                     return await self._plan()
@@ -272,7 +283,9 @@ class Call:
         http = self._http
         if exchange.request.session_id is not None and (session_id := http.state.asked_as[1]) is not None:
             http.state.answer_headers["x-session-id"] = ascii_text(session_id)
-        arrival = Arrival(http.url.path, self._received, key_name_of(http), http.headers.get("traceparent"))
+        client = next(iter(header_text(http.headers.get("user-agent", "")).split()), "")[:MAX_CLIENT_CHARACTERS]
+        of = key_name_of(http), http.headers.get("traceparent"), client if client.isprintable() else ""
+        arrival = Arrival(http.url.path, self._received, *of)
         answer = self._charged = Answer(self._context, arrival, exchange)
         self._stack.callback(answer.close)
         exchange.begun(answer, self._stack)

@@ -109,6 +109,14 @@ class _Parser(h11.Connection):
     """Also refuses long heads that come at once, and other versions; reads whole addresses as paths."""
 
     has_long_head = False
+    num_sent = 0
+    """Bytes handed to the transport: what is unsent of them may be one size each time, an event of a stream."""
+
+    def send(self, event: h11.Event) -> Any:
+        """Counts the bytes."""
+        data = super().send(event)
+        self.num_sent += len(data or b"")
+        return data
 
     def next_event(self) -> Any:
         """As h11; raises RemoteProtocolError."""
@@ -179,6 +187,13 @@ class Connection(H11Protocol):
         self._num_received += len(data)
         super().data_received(data)
 
+    def shutdown(self) -> None:
+        """Closes at the server's end, after an answer under way; of our own answers h11 does not know."""
+        if self._is_between_requests:
+            self.transport.close()
+        else:
+            super().shutdown()
+
     def handle_events(self) -> None:
         """Closes after a request with two lengths: a proxy may have seen another end (RFC 9112, 6.1)."""
         super().handle_events()
@@ -226,7 +241,7 @@ class Connection(H11Protocol):
         if self._is_lingering:
             return None
         if unsent:
-            return "taking an answer", unsent
+            return "taking an answer", self.conn.num_sent - unsent
         if self._is_between_requests:
             return "sending a request", id(self.cycle)
         if self.cycle.more_body and not self.flow.read_paused:

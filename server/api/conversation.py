@@ -19,7 +19,7 @@ from models.prompt.shapes import Message
 from models.texts import read_object
 from server.api.bodies import media_of
 from server.api.errors import ApiError, Code, wrong
-from server.api.images import UNREAD, image_part, refuse_media, with_pictures
+from server.api.images import UNREAD, MediaPlace, image_part, refuse_media, with_pictures
 from server.diagnosis.causes import Heal
 from server.diagnosis.prompt import Prompt, prompt_of
 from server.engine.request import GenerationRequest, Priority
@@ -244,22 +244,22 @@ def media_part(part: Any) -> dict[str, Any] | None:
 
 
 def mark_new_images(messages: Any, param: str = "messages") -> Any:
-    """Unchecked messages, where images in what the person says last know their places.
+    """Unchecked messages, where images of the user in what the person says last know their places.
 
     Raises ApiError (400) for what no model reads there. Everything earlier is shown as `media_in_words`.
     """
     if not isinstance(messages, list):
         return messages
-    found = list(messages)
+    marked = list(messages)
     for index in range(first_unanswered(messages), len(messages)):
         content = messages[index].get("content")
-        if isinstance(content, list):
-            parts = [_new_part(part, (param, index, number)) for number, part in enumerate(content)]
-            found[index] = {**messages[index], "content": parts}
-    return found
+        if isinstance(content, list) and _role_of(messages[index]) == "user":
+            parts = [_new_part(part, MediaPlace(param, index, number)) for number, part in enumerate(content)]
+            marked[index] = {**messages[index], "content": parts}
+    return marked
 
 
-def _new_part(part: Any, place: tuple[str, int, int]) -> Any:
+def _new_part(part: Any, place: MediaPlace) -> Any:
     kind = media_of(part)
     if kind is None or media_in_words(part) != UNREAD.format(kind):
         return part

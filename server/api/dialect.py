@@ -22,7 +22,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 from typing_extensions import TypedDict
 
-from server.api.activity import Activity, EventLog
+from server.api.activity import Activity, EventLog, TreeHistory
 from server.api.errors import ApiError, Code, stopped
 from server.api.healing import healing_of
 from server.api.observe import Metrics, Tracing
@@ -102,9 +102,13 @@ class Dialect:
         """An error's JSON object."""
         return ErrorBody(error=error_object(error))
 
+    def error_status(self, error: ApiError) -> int:
+        """The HTTP status of an error."""
+        return error.status
+
     def error_response(self, error: ApiError) -> Response:
         """The answer to a refused request."""
-        return JsonBody(self.error_body(error), status_code=error.status, headers=dict(error.headers))
+        return JsonBody(self.error_body(error), status_code=self.error_status(error), headers=dict(error.headers))
 
     def error_frame(self, error: ApiError) -> bytes:
         """The last frame of a broken stream."""
@@ -133,6 +137,7 @@ class Operation:
     answer: Any = dict[str, Any]
     stream: Any = None
     answer_type: str = "application/json"
+    body_type: str = "application/json"
     query: tuple[str, ...] = ()
 
 
@@ -214,6 +219,7 @@ class ApiContext:
         self.started, self.is_draining = time.monotonic(), False
         log = EventLog(secrets.token_hex(4), wall=time.time, clock=time.monotonic)
         self.activity = Activity(log, lambda: pool.engines)
+        self.trees = TreeHistory(time.time)
         self.metrics = Metrics(lambda: pool.engines, config.slots)
         self.tracing: Tracing | None = None
         self.subscribers = [self._keep_turn, self.activity.tell, log_end, self.metrics.tell]
@@ -225,7 +231,7 @@ class ApiContext:
     def _keep_turn(self, record: RequestRecord) -> None:
         first = record.first
         if first.name is not None and first.started is not None:
-            self.sessions.record(first.name, record.turn, first.repeated_call)
+            self.sessions.record(first.name, record.turn, first.repeated_call, first.arrival.client)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
         """What a dialect keeps, made by the first call. For any thread."""

@@ -3,7 +3,9 @@
 The dialect shapes the answer. A message never holds a stack trace, a path or a key.
 """
 
+import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +21,7 @@ from server.engine.request import (
     OutOfMemory,
     PromptTooLarge,
     QueueFull,
+    RankLost,
 )
 from server.pool.names import ModelInUse, ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
 
@@ -76,6 +79,7 @@ class Code(StrEnum):
     INSUFFICIENT_STORAGE = "insufficient_storage", 507
     SERVER_STOPPING = "server_stopping", 503
     ENGINE_STUCK = "engine_stuck", 503
+    MACHINE_LOST = "machine_lost", 503
     TOO_MANY_CONNECTIONS = "too_many_connections", 503
     TOO_MANY_LISTENERS = "too_many_listeners", 503
 
@@ -104,6 +108,19 @@ class ContextExceeded(ApiError):
         self.num_tokens, self.max_tokens = num_tokens, max_tokens
 
 
+def path_of(*steps: int | str) -> str:
+    """The path of a place in a body: `questions[0].name`; a name that is no plain word is quoted in brackets."""
+    written = (
+        f"[{json.dumps(step, ensure_ascii=False)}]"
+        if number and not re.fullmatch(r"[\w-]+", str(step))
+        else f"[{step}]"
+        if isinstance(step, int)
+        else f".{step}"
+        for number, step in enumerate(steps)
+    )
+    return "".join(written).removeprefix(".")
+
+
 def wrong(param: str, why: str, code: Code = Code.INVALID_VALUE) -> ApiError:
     """The error of a field: its name, and why."""
     return ApiError(code, f"{param}: {why}", param)
@@ -124,6 +141,7 @@ _CODES: Mapping[type[Exception], Code] = {
     OverLimit: Code.RATE_LIMIT_EXCEEDED,
     PoolBusy: Code.MODELS_BUSY,
     EngineStuck: Code.ENGINE_STUCK,
+    RankLost: Code.MACHINE_LOST,
     OutOfMemory: Code.OUT_OF_MEMORY,
     ModelUnknown: Code.MODEL_NOT_FOUND,
     ModelNameNeeded: Code.MISSING_PARAMETER,
@@ -142,7 +160,7 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(Code.TEMPLATE_ERROR, message, "messages")
         case InvalidParameter() | InvalidImage() | EmbeddingUnsupported() | AnswerUnbound():
             return ApiError(Code.INVALID_VALUE, str(error), error.param)
-        case QueueFull() | OverLimit() | PoolBusy() | OutOfMemory() | EngineStuck():
+        case QueueFull() | OverLimit() | PoolBusy() | OutOfMemory() | EngineStuck() | RankLost():
             return retry_later(_CODES[type(error)], str(error) or "not enough memory", error.retry_after_seconds)
         case EngineStopped():
             return stopped()

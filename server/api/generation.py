@@ -152,17 +152,9 @@ class SharedBody(BodyModel):
     store: bool | None = None
 
 
-class GenerationBody(BoundBody, SampledBody, SharedBody):
-    """Fields of a request for text."""
+class SamplingBody(SampledBody, SharedBody):
+    """How tokens are sampled, and what ends an answer; the Responses API has these, too."""
 
-    max_tokens: _Limit = None
-    """-1 means no limit."""
-    max_completion_tokens: _Limit = None
-    max_new_tokens: _Limit = None
-    n_predict: _Limit = None
-    """Other names of `max_tokens`; the smallest counts."""
-    speculative_n_max: Annotated[Whole, Field(ge=-1)] | None = Field(default=None, alias="speculative.n_max")
-    n: Annotated[Whole, Field(ge=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1)] | None = None
     """-1 and 0 keep all tokens."""
     typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -187,6 +179,19 @@ class GenerationBody(BoundBody, SampledBody, SharedBody):
     """Texts excluded, as far as the answer spells them with the usual tokens."""
     stop: Annotated[StopStrings, BeforeValidator(_stop_strings)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+
+
+class GenerationBody(BoundBody, SamplingBody):
+    """Fields of a request for text."""
+
+    max_tokens: _Limit = None
+    """-1 means no limit."""
+    max_completion_tokens: _Limit = None
+    max_new_tokens: _Limit = None
+    n_predict: _Limit = None
+    """Other names of `max_tokens`; the smallest counts."""
+    speculative_n_max: Annotated[Whole, Field(ge=-1)] | None = Field(default=None, alias="speculative.n_max")
+    n: Annotated[Whole, Field(ge=1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_progress: bool | None = None

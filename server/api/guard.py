@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api import PRODUCT
 from server.api.bodies import Body, Rules, parse_body
-from server.api.dialect import Dialect, context_of, dialect_of, namespace_of
+from server.api.dialect import ApiContext, Dialect, context_of, dialect_of, namespace_of
 from server.api.errors import ApiError, Code, explain, stopped
 from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.sessions import Refusal, ascii_text
@@ -48,7 +48,8 @@ _PRIVATE_ENDINGS = (".localhost", ".local", ".internal")
 """RFC 6761, RFC 6762, and ICANN's reservation of 2024."""
 _READING = frozenset({"GET", "HEAD"})
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_JSON_TYPE = re.compile(r"\s*application/(?:[^;]*\+)?json\s*(?:;|\Z)", re.IGNORECASE)
+_JSON_TYPE = re.compile(r"\s*application/(?:(?:[^;]*\+)?json|x-tar)\s*(?:;|\Z)", re.IGNORECASE)
+"""A bundle's type too: no page sends it without a preflight."""
 
 
 def check_web_access(config: ServerConfig, method: str, headers: Headers, *, takes_any_type: bool = False) -> None:
@@ -152,11 +153,24 @@ def is_owner(request: Request) -> bool:
     return not dialect_of(request).api_key(request.headers) and is_from_this_machine(request)
 
 
+def check_owner(request: Request, what: str) -> None:
+    """Raises ApiError (403) unless the server's owner asks."""
+    if not is_owner(request):
+        raise ApiError(Code.OPERATOR_ONLY, f"only who runs the server {what}: {_way_to_own(context_of(request))}")
+
+
+def _way_to_own(context: ApiContext) -> str:
+    """How whoever runs the server shows it."""
+    if not context.config.needs_key:
+        return "without a key on its own machine, or by an operator's key from a file for --api-keys"
+    if any(key.is_operator for key in context.keys.keys):
+        return "by an operator's key"
+    return "by an operator's key, of which it has none; give one with operator = true in a file for --api-keys"
+
+
 async def read_owners_body(request: Request, kind: type[Body], rules: Rules, what: str) -> Body:
     """The body of a request that only the server's owner may send; raises ApiError."""
-    if not is_owner(request):
-        message = f"only who runs the server {what}: on its own machine, or by an operator's key"
-        raise ApiError(Code.OPERATOR_ONLY, message)
+    check_owner(request, what)
     fields, _ = parse_object(await context_of(request).read_body(request))
     return parse_body(kind, fields, rules)
 
@@ -262,15 +276,16 @@ class ErrorBoundary:
 def _note_refusal(request: Request, error: ApiError) -> None:
     """Logs a refusal. A `POST` whose key is right is also kept, for its namespace."""
     state, path, code = request.state, request.scope["path"], error.code.value
+    status = dialect_of(request).error_status(error)
     # A template's message may quote the conversation, which only the client may see.
     loggable = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message
     reason = cut(loggable, MAX_REASON_LENGTH)
-    fields = (request.method, path, error.status, code, reason, key_name_of(request))
-    logger.log(logging.WARNING if error.status >= 500 else logging.INFO, RequestRefused(state.request_id, *fields))
+    fields = (request.method, path, status, code, reason, key_name_of(request))
+    logger.log(logging.WARNING if status >= 500 else logging.INFO, RequestRefused(state.request_id, *fields))
     if request.method == "POST" and error.code not in _OF_STRANGERS:
         namespace, session_id = getattr(state, "asked_as", None) or (namespace_of(request, None), None)
         param, message = error.param and cut(error.param, MAX_PATH_LENGTH), cut(error.message, MAX_REASON_LENGTH)
-        kept = (time.time(), cut(path, MAX_PATH_LENGTH), error.status, code, param, message)
+        kept = (time.time(), cut(path, MAX_PATH_LENGTH), status, code, param, message)
         context_of(request).refusals.record(Refusal(state.request_id, namespace, session_id, *kept))
 
 

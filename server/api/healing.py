@@ -3,7 +3,7 @@
 Always, without changing what the model reads: constant headers, tools and calls as they were shown before. By model,
 with `--heal`, since the model reads something else:
 * `git`: a system message that differs in a few lines from an earlier one is shown as that, and a note before the
-  newest message, kept where it stood, has the lines;
+  newest message, kept where it stood, has the lines, if fewer tokens are new so;
 * `system`: a long system message right after the first message of the user goes before that;
 * `compaction`: a request without tools that goes on with a conversation that had tools is shown with them, and may
   not call them. A client that says that it compacts needs no `--heal` for that.
@@ -20,16 +20,17 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from models.prompt.chat_template import plain_text
-from models.prompt.shapes import Message, num_leading_system, with_constant_headers
+from cache.types import common_prefix_length
+from models.errors import PromptTooLong
+from models.prompt.chat_template import ChatTemplateError, plain_text
+from models.prompt.shapes import Message, ToolOrders, num_leading_system, with_constant_headers
 from models.texts import shared_length
 from server.api.conversation import Conversation
 from server.api.own_calls import FILE_NAME, OwnCalls
 from server.app.config import ServerConfig, parse_heal
 from server.diagnosis.causes import Heal, HealKind
-from server.pool.served import ServedModel
 
 MAX_HEADS: Final = 128
 """Conversations whose beginnings are remembered."""
@@ -69,12 +70,12 @@ def system_in_front(messages: Sequence[Message]) -> tuple[list[Message], list[He
     """With long system messages after the user's first message before that."""
     start = num_leading_system(messages)
     stop = start + 1 + num_leading_system(messages[start + 1 :])
-    behind = messages[start + 1 : stop]
-    size = sum(len(plain_text(one.get("content"))) for one in behind)
+    after = messages[start + 1 : stop]
+    size = sum(len(plain_text(one.get("content"))) for one in after)
     if size < MIN_SYSTEM_CHARACTERS:
         return list(messages), []
-    moved = [*messages[:start], *behind, *messages[start : start + 1], *messages[stop:]]
-    return moved, [Heal(HealKind.SYSTEM, start + len(behind) - 1, size, not has_replies(messages))]
+    moved = [*messages[:start], *after, *messages[start : start + 1], *messages[stop:]]
+    return moved, [Heal(HealKind.SYSTEM, start + len(after) - 1, size, not has_replies(messages))]
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,18 @@ class Head:
     changed_tools: Sequence[Mapping[str, Any]] | None = None
 
 
+class HealedModel(Protocol):
+    """What decides how a model's prompts are shown."""
+
+    @property
+    def id(self) -> str:
+        """Which `--heal` names."""
+
+    @property
+    def can_forbid_calls(self) -> bool:
+        """Whether answers can be bound to be no calls."""
+
+
 class Heads:
     """The beginnings of conversations, by namespace, model and the user's first message."""
 
@@ -105,7 +118,7 @@ class Heads:
             for key in [key for key in self._heads if key[0] == namespace]:
                 del self._heads[key]
 
-    def healed(self, asked: Conversation, model: ServedModel, kinds: frozenset[str]) -> Conversation:
+    def healed(self, asked: Conversation, model: HealedModel, kinds: frozenset[str]) -> Conversation:
         """The conversation with the beginning of earlier requests, where `kinds` allow it."""
         if HealKind.SYSTEM in kinds:
             messages, heals = system_in_front(asked.messages)
@@ -126,7 +139,7 @@ class Heads:
         return asked
 
     def _with_tools(
-        self, asked: Conversation, model: ServedModel, kinds: frozenset[str], head: Head | None
+        self, asked: Conversation, model: HealedModel, kinds: frozenset[str], head: Head | None
     ) -> Conversation:
         """With the conversation's tools, not to be called, if it is compacted without them."""
         is_compaction = asked.is_compaction or (HealKind.COMPACTION in kinds and has_replies(asked.messages))
@@ -153,15 +166,31 @@ class Heads:
         if len(notes) > MAX_NOTES or any(place > len(messages) for place, _ in notes):
             return _as_sent(asked)
         if notes:
-            heal = Heal(HealKind.GIT, len(base.system) - 1, len(base.text) - change[0], text != base.sent)
-            asked = replace(asked, messages=_with_notes(base, messages, notes), heals=[*asked.heals, heal])
+            is_new = text != base.sent
+            heal = Heal(HealKind.GIT, len(base.system) - 1, len(base.text) - change[0], is_new)
+            shown = replace(asked, messages=_with_notes(base, messages, notes), heals=[*asked.heals, heal])
+            before = replace(asked, messages=_with_notes(base, messages, base.notes))
+            if is_new and not _is_cheaper(shown, asked, before):
+                return _as_sent(asked)
+            asked = shown
         return replace(base, sent=text, notes=notes), asked
 
     def _similar(self, key: tuple[str, str, bytes], text: str) -> Head | None:
         """The beginning of a latest conversation whose system message differs in a few lines."""
         others = [one for place, one in self._heads.items() if place[:2] == key[:2]][-MAX_BASES:]
-        found = next((one for one in reversed(others) if changed_lines(one.text, text)), None)
-        return None if found is None else Head(found.system, found.text, found.text)
+        similar = next((one for one in reversed(others) if changed_lines(one.text, text)), None)
+        return None if similar is None else Head(similar.system, similar.text, similar.text)
+
+
+def _is_cheaper(shown: Conversation, sent: Conversation, before: Conversation) -> bool:
+    """Whether fewer tokens of `shown` than of `sent` follow those that each begins with like `before`."""
+    try:
+        known, healed = before.render().tokens, shown.render().tokens
+    except (ChatTemplateError, PromptTooLong):
+        return False
+    plain = sent.render().tokens
+    num_shared, num_shared_plain = common_prefix_length(healed, known), common_prefix_length(plain, known)
+    return len(healed) - num_shared < len(plain) - num_shared_plain
 
 
 def _as_sent(asked: Conversation) -> tuple[Head, Conversation]:
@@ -201,11 +230,11 @@ class Healing:
     def __init__(self, config: ServerConfig) -> None:
         has_file = config.cache_disk_bytes is not None
         self.calls = OwnCalls(Path(config.cache_dir).expanduser() / FILE_NAME if has_file else None)
-        self._heads, self._kinds = Heads(), [*map(parse_heal, config.heals)]
+        self._heads, self._orders, self._kinds = Heads(), ToolOrders(), [*map(parse_heal, config.heals)]
 
-    def healed(self, asked: Conversation, model: ServedModel) -> Conversation:
+    def healed(self, asked: Conversation, model: HealedModel) -> Conversation:
         """The conversation as earlier requests showed it."""
-        settle = partial(model.tool_orders.settle, asked.namespace)
+        settle = partial(self._orders.settle, asked.namespace)
         asked = replace(
             asked,
             messages=with_constant_headers(asked.messages),

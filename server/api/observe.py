@@ -54,6 +54,7 @@ _COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", []),
     "prefix_cache_hits": ("Prompt tokens that were restored, hence not evaluated.", []),
     "restored_tokens": ("Restored prompt tokens, by tier of their state.", ["tier"]),
+    "rounded_tokens": ("Restored prompt tokens whose state was stored in 8 bits.", []),
     "saved_seconds": ("Seconds that evaluating the restored tokens would have taken.", []),
     "healed_tokens": ("Prompt tokens restored since a prompt was shown otherwise than sent.", []),
     "lost_tokens": ("Prompt tokens evaluated again, by reason.", ["reason"]),
@@ -118,6 +119,8 @@ def _counted(record: RequestRecord) -> Iterator[tuple[str, float, *tuple[str, ..
     yield "saved_seconds", record.saved_seconds
     if turn.tier is not None:
         yield "restored_tokens", turn.cached_tokens, turn.tier
+    if turn.rounded_tokens:
+        yield "rounded_tokens", turn.rounded_tokens
     if turn.healed is not None:
         yield "healed_tokens", turn.healed.saved_tokens
     for miss in turn.misses:

@@ -88,7 +88,8 @@ def _described(route: "Endpoint", method: str, schemas: Mapping[Any, Any]) -> Js
         },
     }
     if operation.body is not None:
-        described["requestBody"] = {"required": True, "content": _json(schemas[operation.body])}
+        content = {operation.body_type: {"schema": schemas[operation.body]}}
+        described["requestBody"] = {"required": True, "content": content}
     return described
 
 
@@ -116,7 +117,7 @@ def _json(schema: JsonSchema) -> JsonSchema:
 OTHER_APIS: Mapping[str, str] = {
     "another of OpenAI's APIs": """
         audio images videos moderations uploads vector_stores containers responses/compact batches fine_tuning
-        assistants threads realtime live evals chatkit content_provenance_checks decisions safety webhook_endpoints
+        assistants threads realtime live evals chatkit content_provenance_checks safety webhook_endpoints
         webhook_event_types
     """,
     "another of Anthropic's APIs": "complete messages/batches",

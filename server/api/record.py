@@ -1,4 +1,4 @@
-"""A request while it runs, its record once ended, and its costs as dialects write them.
+"""Requests: while one runs, the record once one has ended, and the costs as dialects write them.
 
 An `OpenRequest` follows one choice's engine request; one `RequestRecord` is made of all at the end, however they end.
 Knows no dialect and no conversation. Event loop only.
@@ -7,7 +7,7 @@ Knows no dialect and no conversation. Event loop only.
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NotRequired
 
@@ -17,9 +17,9 @@ from server.api.errors import as_api_error
 from server.api.sessions import TokenCounts, TurnRecord
 from server.api.wire import body_of
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
-from server.diagnosis.account import Name
+from server.diagnosis.account import EvaluatedTurn, Name
 from server.diagnosis.causes import Healed, Miss, Reuse
-from server.diagnosis.prompt import RepeatedCall
+from server.diagnosis.prompt import Prompt, RepeatedCall
 from server.engine.request import Delta, Event, Failed, Finished, GenerationRequest, Progress, Started, Timings
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class Arrival:
     """`time.monotonic()`."""
     key_name: str | None = None
     trace_parent: str | None = None
+    client: str = ""
+    """The first word of its `User-Agent`."""
 
 
 @dataclass(eq=False)
@@ -53,6 +55,8 @@ class OpenRequest:
     is_first: bool = True
     repeats_prompt: bool = False
     """Whether the previous choice counts the same prompt."""
+    asked: Prompt | None = None
+    """None without a conversation or text."""
     name: Name | None = None
     """The conversation's; None before the request holds a slot, or without one."""
     previous_id: str | None = None
@@ -86,12 +90,27 @@ class OpenRequest:
         return {**fields, "key": self.arrival.key_name, "session_id": self.session_id}
 
     @property
+    def turn_so_far(self) -> EvaluatedTurn | None:
+        """The prompt as a turn; None if nobody has said what it is made of."""
+        if self.asked is None:
+            return None
+        request, tokens = self.request, self.request.tokens
+        turn = EvaluatedTurn(self.asked, tokens=tokens, num_prompt_tokens=len(tokens))
+        return replace(turn, outline=request.outline, head_tokens=request.head_tokens)
+
+    @property
     def session_id(self) -> str | None:
         return self.request.session_id if self.name is None else self.name.id
 
     @property
+    def prompt_tokens(self) -> int:
+        """With the questions of a request that scores options, once it has ended."""
+        return len(self.request.tokens) if self.timings is None else self.cached_tokens + self.evaluated_tokens
+
+    @property
     def cached_tokens(self) -> int:
-        return 0 if self.started is None else self.started.hit_tokens
+        restored = 0 if self.started is None else self.started.hit_tokens
+        return restored if self.timings is None else self.timings.cache_tokens
 
     @property
     def tier(self) -> str | None:
@@ -161,7 +180,7 @@ def counts_of(choices: Sequence[OpenRequest]) -> TokenCounts:
     """The tokens so far."""
     prompts = [one for one in choices if one is choices[0] or not one.repeats_prompt]
     return TokenCounts(
-        prompt_tokens=sum(len(one.request.tokens) for one in prompts),
+        prompt_tokens=sum(one.prompt_tokens for one in prompts),
         cached_tokens=sum(one.cached_tokens for one in prompts),
         evaluated_tokens=sum(one.evaluated_tokens for one in prompts),
         completion_tokens=sum(one.predicted_tokens for one in choices),
@@ -215,6 +234,7 @@ class RequestRecord:
             **vars(counts),
             prompt_ms=prompt_ms,
             tier=first.tier,
+            rounded_tokens=0 if first.started is None else first.started.rounded_tokens,
             kept=reuse.kept,
             lost_tokens=lost_tokens,
             lost_seconds=prompt_ms / 1000 * min(1.0, lost_tokens / max(counts.evaluated_tokens, 1)),

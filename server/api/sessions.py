@@ -62,6 +62,8 @@ class TurnRecord(TokenCounts):
     """`stop`, `length`, `cancelled`, or that it failed."""
     prompt_ms: float
     tier: str | None
+    rounded_tokens: int = 0
+    """Of `cached_tokens`, those whose state was stored in 8 bits."""
     kept: float | None
     lost_tokens: int
     """Evaluated because of the miss."""
@@ -128,6 +130,10 @@ class SessionRecord(TokenCounts):
     named: bool
     namespace: str
     key: str | None = None
+    client: str = ""
+    """The first word of the last request's `User-Agent`."""
+    title: str = ""
+    """The beginning of the first question, while it is kept; filled in where the session is told."""
     model: str = ""
     created: float
     last_used: float = 0.0
@@ -135,6 +141,7 @@ class SessionRecord(TokenCounts):
     lost_tokens: int = 0
     lost_seconds: float = 0.0
     healed_tokens: int = 0
+    rounded_tokens: int = 0
     kept: float | None = None
     last_miss: Miss | None = None
     repeated_call: RepeatedCall | None = None
@@ -153,7 +160,9 @@ class SessionRecords(Recent[SessionDetail]):
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         super().__init__(max_sessions)
 
-    def record(self, name: "Name", turn: TurnRecord, repeated_call: RepeatedCall | None = None) -> None:
+    def record(
+        self, name: "Name", turn: TurnRecord, repeated_call: RepeatedCall | None = None, client: str = ""
+    ) -> None:
         """Counts and keeps a turn; drops the oldest beyond `MAX_TURNS`."""
         new = SessionDetail(id=name.id, named=name.is_named, namespace=name.namespace, created=turn.ended)
         session = self.find(name.namespace, name.id) or new
@@ -161,8 +170,10 @@ class SessionRecords(Recent[SessionDetail]):
         session.add_counts(turn)
         session.lost_tokens += turn.lost_tokens
         session.lost_seconds += turn.lost_seconds
+        session.rounded_tokens += turn.rounded_tokens
         session.healed_tokens += turn.healed.saved_tokens if turn.healed is not None else 0
         session.model, session.last_used, session.kept = turn.model, turn.ended, turn.kept
+        session.client = client or session.client
         session.last_miss = turn.miss or session.last_miss
         session.repeated_call = repeated_call or session.repeated_call
         session.turns = [*session.turns, turn][-MAX_TURNS:]

@@ -29,7 +29,7 @@ def number_asked(request: Request, name: str, most: int) -> int | None:
     given = request.query_params.get(name)
     if given is None:
         return None
-    if not given.isascii() or not given.isdecimal() or len(given) > 9 or int(given) > most:
+    if not given.isascii() or not given.isdecimal() or len(given) > len(str(most)) or int(given) > most:
         raise wrong(name, f"must be a whole number from 0 to {most}")
     return int(given)
 

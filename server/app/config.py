@@ -53,6 +53,7 @@ class ServerConfig:
     cache_memory_bytes: int | None = None
     share_heads: bool = True
     wire_weights: bool = True
+    cache_bits: tuple[str, ...] = ()
     cache_disk_bytes: int | None = None
     cache_disk_write_bytes_per_day: int | None = 100 * GIGABYTE
     cache_dir: str = "~/.cache/mlx-serve"
@@ -62,6 +63,7 @@ class ServerConfig:
     bind_calls: str = "strict"
     loop_guard: bool = False
     chunk_tokens: int = 256
+    provider_check_seconds: float = 300.0
     max_image_tokens: int | None = None
     max_body_bytes: int = 64 * MEBIBYTE
     api_key: str | None = field(default=None, repr=False)
@@ -78,8 +80,12 @@ class ServerConfig:
     heartbeat_seconds: float = 5.0
     client_seconds: float = 10.0
     drain_seconds: float = 10.0
+    handover: str | None = None
+    handover_key_file: str | None = None
     stuck_after_seconds: float = 60.0
     exit_when_stuck: bool = False
+    ranks: int = 1
+    rank_key_file: str | None = None
     log_level: str = "info"
     log_format: str = "text"
 
@@ -116,7 +122,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Its name in the file: `x` for a switch `--no-x`."""
+        """The setting's name in the file: `x` for a switch `--no-x`."""
         stem = self.flag.removeprefix("--no-") if self.default is True else self.flag.lstrip("-")
         return stem.lower().replace("-", "_")
 
@@ -126,7 +132,7 @@ class Setting:
 
     @property
     def is_size(self) -> bool:
-        """Whether it is in bytes, or bytes a day."""
+        """Whether the value is in bytes, or bytes a day."""
         return self.unit in ("bytes", "bytes/day")
 
 
@@ -308,6 +314,14 @@ def parse_heal(text: str) -> tuple[str, frozenset[str]]:
     return model.strip(), wanted
 
 
+def parse_cache_bits(text: str) -> str:
+    """The model's name or pattern whose stored state gets 8 bits: any for a mere 8. Raises ValueError."""
+    model, _, bits = text.strip().rpartition("=")
+    if bits.strip() != "8":
+        raise ValueError(f"{text!r} is not 8 or MODEL=8; with fewer bits answers change")
+    return model.strip() or "*"
+
+
 def _check_address(text: str) -> None:
     parts = urlsplit(text)  # raises ValueError too
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
@@ -319,8 +333,10 @@ _FORMS: Mapping[str, Callable[[str], object]] = {
     "adapters": parse_adapter,
     "keep_alive": parse_keep_alive,
     "heals": parse_heal,
+    "cache_bits": parse_cache_bits,
     "cors": _check_origin,
     "otlp": _check_address,
+    "handover": _check_address,
 }
 """Raise ValueError for a text of another form."""
 

@@ -39,7 +39,7 @@ class ApiKey:
 
     @property
     def per_minute(self) -> dict[str, int]:
-        """Its limits of requests and tokens that bind."""
+        """The key's limits of requests and tokens, where it has any."""
         limits = {"requests": self.requests_per_minute, "tokens": self.tokens_per_minute}
         return {what: limit for what, limit in limits.items() if limit is not None}
 

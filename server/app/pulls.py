@@ -11,7 +11,7 @@ from functools import partial
 
 from models.hub import PullEvent, PullProgress, TellPull
 from models.names import parse_repository
-from server.pool.pool import on_thread
+from server.engine.messages import on_thread
 
 MAX_TOGETHER = 2
 

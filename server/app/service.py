@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,20 @@ from models.loader import (
     with_draft,
     with_vision,
 )
-from models.mlx_lm_import import get_total_parameters, set_wired_limit
+from models.mlx_lm_import import set_wired_limit
 from models.names import find_stored, model_id, resolve, suggest_smaller
 from models.output.pieces import ReasoningFormat
 from models.precision import Precision, parameters_of, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
+from models.ranks import ONE_RANK, Ranks
 from models.texts import size_text
+from models.vision.loading import find_images, placeholder_of
+from models.vision.towers import Images
 from server.app import memory_budget
-from server.app.config import ServerConfig, StartError
+from server.app.config import ServerConfig, StartError, parse_cache_bits
 from server.app.memory_budget import Claim, Machine, MemoryPlan, read_machine
-from server.engine.engine import CALIBRATION_TOKENS, Engine, EngineConfig
+from server.engine.engine import CALIBRATION_TOKENS, Engine, EngineConfig, longest_chunk
+from server.engine.ranks import LeadingRank
 from server.pool.catalog import stored_source
 from server.pool.members import Around, Member
 from server.pool.memory import PoolMemory
@@ -62,10 +67,6 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 LARGEST_REST_BYTES = 64 << 20
 """Memory beside the weights that cannot hold state."""
-
-
-MAX_FEATURE_BYTES = 256 << 20
-"""The part of the budget for the features of pictures: some 100 MB for 10 000 tokens of a 4B model."""
 
 
 class Wiring:
@@ -112,6 +113,8 @@ class Service:
     wiring: Wiring
     asked_for: ServedModel
     """The model under the name that was asked for."""
+    machines: Sequence[tuple[str, int, int]]
+    """Each machine that holds a part of the model: name, bytes of weights, and bytes that the state leaves free."""
 
     def start(self) -> None:
         """Starts the engine, and wires the weights. Raises its errors."""
@@ -128,19 +131,30 @@ class Service:
 
 
 def open_service(
-    config: ServerConfig, others: Sequence[Claim] = (), tell: Callable[[str], object] = lambda step: None
+    config: ServerConfig,
+    others: Sequence[Claim] = (),
+    tell: Callable[[str], object] = lambda step: None,
+    ranks: Ranks = ONE_RANK,
+    leader: LeadingRank | None = None,
 ) -> Service:
-    """Loads the first configured model, blocking.
+    """Loads the first configured model, blocking; with several `ranks`, this one's part, at the same time on all.
 
     Raises ModelError, and StartError for a model or a budget that this machine cannot hold.
     """
     source, machine = source_of(config.models[0]), read_machine(mx.device_info())
     memory, float32_bytes = pool_memory(config, machine, others), find_float32_bytes(machine, others)
-    _check_weights_fit(config.models[0], _stored_bytes(source, config), memory_budget.largest_weights_bytes(machine))
-    loaded = _load(source, config, float32_bytes, tell)
+    stored_bytes = _stored_bytes(source, config) // ranks.size
+    _check_weights_fit(config.models[0], stored_bytes, memory_budget.largest_weights_bytes(machine), ranks.size)
+    loaded = _load(source, config, float32_bytes, tell, ranks)
     plan = _plan(config, machine, loaded, memory, others)
+    if ranks.size > 1:
+        # For good: another machine cannot know what makes way here.
+        plan = replace(plan, budget_bytes=min(ranks.gather(plan.budget_bytes)), most_bytes=0)
+        config = replace(config, cache_memory_bytes=plan.budget_bytes)
+        memory = pool_memory(config, machine, others)
     _bound_pool(memory_budget.choose_pool_bytes(plan.budget_bytes))
-    opened = _opened(source, loaded, config, plan.weights_bytes, Around((), plan.budget_bytes))
+    around, make_engine = Around((), plan.budget_bytes), partial(Engine.for_model, ranks=ranks, leader=leader)
+    opened = _opened(source, loaded, config, plan.weights_bytes, around, make_engine)
     return Service(
         ServiceOpener(config, memory, float32_bytes, source.id),
         opened,
@@ -149,6 +163,7 @@ def open_service(
         seconds_per_token=None if _is_on_gpu() else seconds_per_token(loaded.model, _active_share(loaded.config)),
         wiring=Wiring(machine, is_wanted=config.wire_weights),
         asked_for=opened.served(source),
+        machines=ranks.gather((platform.node(), plan.weights_bytes, plan.rest_bytes)),
     )
 
 
@@ -221,19 +236,30 @@ class ServiceOpener:
         except (ModelError, OSError):
             return ListedModel(source.name, parent_id=parent_id)
         context_tokens = min(self.config.context_tokens or limit, limit, source.defaults.context_tokens or limit)
-        return ListedModel(source.name, created, context_tokens, facts, parent_id=parent_id)
+        sees = find_images(source.path, config, _max_image_tokens()) is not None
+        return ListedModel(source.name, created, context_tokens, facts, parent_id=parent_id, has_tower=sees)
 
 
 def _load(
-    source: ModelSource, config: ServerConfig, float32_bytes: int | None, tell: Callable[[str], object]
+    source: ModelSource,
+    config: ServerConfig,
+    float32_bytes: int | None,
+    tell: Callable[[str], object],
+    ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
-    with_mtp = config.speculate == "auto"
-    loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, with_mtp=with_mtp, tell=tell)
+    options: dict[str, Any] = {"max_check_seconds": config.provider_check_seconds, "tell": tell}
+    with_mtp = config.speculate == "auto" and ranks.size == 1
+    if float32_bytes is not None:
+        float32_bytes = min(ranks.gather(float32_bytes))
+    loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, with_mtp=with_mtp, ranks=ranks, **options)
+    if ranks.size > 1:
+        logger.info("%s is divided among %d machines: no images, no MTP module", source.id, ranks.size)
+        return loaded
     try:
         draft = _draft_source(source, config)
         if draft is not None:
             left_bytes = None if float32_bytes is None else max(float32_bytes - _weights_bytes(loaded), 0)
-            loaded = with_draft(loaded, draft.path, draft.name, max_float32_bytes=left_bytes, tell=tell)
+            loaded = with_draft(loaded, draft.path, draft.name, max_float32_bytes=left_bytes, **options)
         return with_vision(_with_adapters(loaded, config, tell), config.max_image_tokens or _max_image_tokens())
     except BaseException:
         _release(loaded)
@@ -261,13 +287,14 @@ def _stored_bytes(source: ModelSource, config: ServerConfig) -> int:
     return own_bytes + (draft_bytes if draft_bytes < own_bytes else 0)
 
 
-def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
+def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int, num_machines: int) -> None:
     if weights_bytes <= limit_bytes:
         return
     smaller = suggest_smaller(name, limit_bytes)
     advice = f"; {smaller} would fit: mlx-serve pull {smaller}" if smaller is not None else ""
     room = f"this machine has memory for {size_text(max(limit_bytes, 0))} of weights"
-    raise StartError(f"the weights of {name} take {size_text(weights_bytes)}, and {room}{advice}")
+    each = f" on each of {num_machines} machines" if num_machines > 1 else ""
+    raise StartError(f"the weights of {name} take {size_text(weights_bytes)}{each}, and {room}{advice}")
 
 
 def _plan(
@@ -297,7 +324,7 @@ def _useful_bytes(loaded: LoadedModel, config: ServerConfig) -> int:
         return UNBOUNDED_BYTES
     model: Any = drafter_of(loaded) or loaded.model
     caches = make_caches(model)
-    layout = Layout(caches, config.chunk_tokens)
+    layout = Layout(caches, longest_chunk(loaded, config.chunk_tokens))
     # Nothing is computed: the shapes of the state of a few tokens say enough.
     model(mx.zeros((1, CALIBRATION_TOKENS), mx.int32), cache=caches)
     layout.calibrate(caches)
@@ -310,9 +337,9 @@ def _engine_config(config: ServerConfig, budget_bytes: int, served: ServedModel)
         max_slots=config.slots,
         budget_bytes=budget_bytes,
         context_tokens=served.context_tokens,
-        feature_bytes=0 if served.vision is None else min(MAX_FEATURE_BYTES, budget_bytes // 8),
         chunk_tokens=config.chunk_tokens,
         shares_heads=config.share_heads,
+        rounds_stored=any(fnmatchcase(served.id, parse_cache_bits(one)) for one in config.cache_bits),
         speculates=config.speculate != "off",
         max_waiting=config.max_waiting,
         disk_folder=Path(config.cache_dir).expanduser() if config.cache_disk_bytes is not None else None,
@@ -343,12 +370,17 @@ def source_of(name: str) -> ModelSource:
 
 
 def _opened(
-    source: ModelSource, loaded: LoadedModel, config: ServerConfig, weights_bytes: int, around: Around
+    source: ModelSource,
+    loaded: LoadedModel,
+    config: ServerConfig,
+    weights_bytes: int,
+    around: Around,
+    make_engine: Callable[..., Engine] = Engine.for_model,
 ) -> Member:
     tokenizer = loaded.tokenizer
     facts = ModelFacts(
         fingerprint=loaded.fingerprint,
-        num_parameters=int(get_total_parameters(loaded.model)),
+        num_parameters=loaded.num_parameters,
         stored_bytes=weights.total_bytes(loaded.path),
         memory_bytes=weights_bytes,
         is_on_gpu=_is_on_gpu(),
@@ -360,7 +392,7 @@ def _opened(
     served = _served_model(loaded, facts, config)
     token_operations = 2 * facts.num_parameters * _active_share(loaded.config)
     engine_config = replace(_engine_config(config, around.budget_bytes, served), token_operations=token_operations)
-    engine = Engine.for_model(loaded, engine_config, around.kept)
+    engine = make_engine(loaded, engine_config, around.kept)
     adapters = () if loaded.adapters is None else loaded.adapters.adapters
     variants = {adapter.name: served.variant(adapter) for adapter in adapters}
     release_weights, useful_bytes = partial(_release, loaded), _useful_bytes(loaded, config)
@@ -370,8 +402,7 @@ def _opened(
 def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) -> ServedModel:
     context_tokens = _context_tokens(loaded, config)
     owner, vision = _template_owner(loaded.tokenizer_wrapper), loaded.vision
-    placeholder = None if vision is None else (vision.placeholder, vision.placeholder_id)
-    renderer = ChatRenderer(owner, context_tokens - 1, placeholder)
+    renderer = ChatRenderer(owner, context_tokens - 1, None if vision is None else vision.placeholder)
     if vision is not None and not renderer.shows_pictures:
         logger.warning("%s sees no images: its chat template shows none", loaded.name)
         vision, renderer = None, ChatRenderer(owner, context_tokens - 1)
@@ -426,15 +457,16 @@ def _describe_tokenizer(loaded: LoadedModel) -> str:
     return str(backend.to_str())
 
 
-def open_renderer(name: str) -> ChatRenderer:
-    """Template and tokenizer without weights. Raises ModelError."""
+def open_renderer(name: str) -> tuple[ChatRenderer, Images | None]:
+    """Template and tokenizer without weights, and how images are cut, if the model sees. Raises ModelError."""
     source = source_of(name)
     check(source.path, source.id)
     config, context_tokens = read_config(source.path)
     wrapper = open_tokenizer(source.path, source.id, config)
-    token = config.get("image_token_id")
-    placeholder = None if token is None else (wrapper.convert_ids_to_tokens(token), token)
-    return ChatRenderer(_template_owner(wrapper), context_tokens - 1, placeholder)
+    images = find_images(source.path, config, _max_image_tokens())
+    placeholder = None if images is None else placeholder_of(config, wrapper)
+    renderer = ChatRenderer(_template_owner(wrapper), context_tokens - 1, placeholder)
+    return renderer, images if renderer.shows_pictures else None
 
 
 def _template_owner(wrapper: Any) -> Any:

@@ -1,25 +1,35 @@
-"""Asks a running server: `ps`, `stop`, and where a model is loaded."""
+"""Asks a running server: `ps`, `stop`, `decide`, and where a model is loaded."""
 
 import contextlib
 import http.client
+import inspect
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from functools import wraps
+from types import MappingProxyType
+from typing import Annotated, Any, BinaryIO, TypeAlias
 from urllib.parse import urlencode, urlsplit
+
+import typer
 
 from models.names import parse_repository
 from models.texts import grouped, size_text
-from server.app.config import DEFAULT_URL, KEY_VARIABLE, StartError
+from server.app.config import DEFAULT_URL, KEY_VARIABLE, ConfigError, StartError
 from server.app.memory_budget import running, runtime_folder
-from server.cli.options import Json, Key, plain_table, tell
+from server.cli.options import Address, Json, Key, Url, plain_table, taking, tell
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 30.0
+BLOCK_BYTES = 1 << 20
+DECIDE_SECONDS = 600.0
+"""A model may have to be loaded, and a long state to be evaluated."""
 FOR_EVER_DAYS = 3650
 FIND_SECONDS = 1.0
 """A server that takes longer to list its models is left out."""
@@ -27,10 +37,30 @@ OWNER = "mlx-serve/"
 """How `owned_by` of our servers' models begins, before the version."""
 
 
+Query: TypeAlias = Mapping[str, str | int | None]
+
+
 def known_urls() -> list[str]:
     """The addresses of this user's servers, then the usual one."""
     own = [claim.url for claim in running(runtime_folder(os.environ)) if claim.url]
     return list(dict.fromkeys([*own, DEFAULT_URL]))
+
+
+Command: TypeAlias = Callable[..., None]
+
+
+def asking(address: Any = Url) -> Callable[[Command], Command]:
+    """Gives a command an address and a key in place of the server that is its first parameter."""
+
+    def given(command: Command) -> Command:
+        @wraps(command)
+        def run(*, url: str | None, api_key: str | None, **others: Any) -> None:
+            command(AskedServer(url, api_key), **others)
+
+        own = list(inspect.signature(command).parameters.values())[1:]
+        return taking(run, {"url": address, "api_key": Key}, own)
+
+    return given
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
@@ -54,13 +84,16 @@ class AskedServer:
 
     def __init__(self, url: str | None, api_key: str | None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         """`url` may have `http://` and `/v1`, or not; None is this user's first server. Raises StartError."""
-        self.url = _base_url(url or known_urls()[0])
-        self._headers = bearer(api_key)
-        self._timeout_seconds = timeout_seconds
+        self.url, self.api_key, self.is_named = _base_url(url or known_urls()[0]), api_key, url is not None
+        self.timeout_seconds = timeout_seconds
 
-    def get(self, path: str, query: Mapping[str, str | int] | None = None) -> Any:
+    def get(self, path: str, query: Query | None = None) -> Any:
         """The JSON of an answer. Raises StartError."""
-        return self._read(*self._ask("GET", f"{path}?{urlencode(query)}" if query else path))
+        return self._read(*self._ask("GET", _with(path, query or {})))
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON of an answer. Raises StartError."""
+        return self._read(*self._ask("POST", path, body))
 
     def find(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any | None:
         """None where no server answers, or knows no such path or model. Raises StartError where it refuses."""
@@ -73,17 +106,51 @@ class AskedServer:
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         """Status and body. Raises NoServer."""
-        headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        with self._opened(method, path, None if body is None else json.dumps(body), headers) as answer:
+            return self._whole(answer)
+
+    @contextlib.contextmanager
+    def _opened(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[http.client.HTTPResponse]:
+        address = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        with contextlib.closing(kind(address.netloc, timeout=self.timeout_seconds, blocksize=BLOCK_BYTES)) as asked:
+            with self._answering():
+                # A server that refuses reads no further, and has answered.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    asked.request(method, address.path + path, body, {**bearer(self.api_key), **headers})
+                answer = asked.getresponse()
+            yield answer
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
         try:
-            address = urlsplit(self.url)
-            kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-            with contextlib.closing(kind(address.netloc, timeout=self._timeout_seconds)) as connection:
-                connection.request(method, address.path + path, None if body is None else json.dumps(body), headers)
-                answer = connection.getresponse()
-                return answer.status, answer.read()
+            yield
         except (OSError, ValueError, http.client.HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NoServer(f"no server answers at {self.url}: {why}; mlx-serve serve starts one") from error
+
+    def _whole(self, answer: http.client.HTTPResponse) -> tuple[int, bytes]:
+        with self._answering():
+            return answer.status, answer.read()
+
+    def download(self, path: str, query: Query, file: BinaryIO) -> Mapping[str, Any]:
+        """Writes an answer's body into a file; returns its headers. Raises StartError, NoServer if none answers."""
+        with self._opened("GET", _with(path, query)) as answer:
+            if answer.status != http.client.OK:
+                self._read(*self._whole(answer))
+            try:
+                shutil.copyfileobj(answer, file, BLOCK_BYTES)
+            except http.client.HTTPException as error:
+                raise StartError(f"the server at {self.url} broke off in the middle") from error
+            return dict(answer.headers)
+
+    def upload(self, path: str, query: Query, body: Any, headers: Mapping[str, str]) -> Any:
+        """Sends a file, or blocks; returns the JSON of the answer. Raises StartError, NoServer if none answers."""
+        with self._opened("POST", _with(path, query), body, headers) as answer:
+            return self._read(*self._whole(answer))
 
     def _read(self, status: int, body: bytes) -> Any:
         if status == http.client.UNAUTHORIZED:
@@ -97,6 +164,12 @@ class AskedServer:
         except (ValueError, KeyError, TypeError) as error:
             raise StartError(f"what answers at {self.url} is not mlx-serve: status {status}") from error
         raise StartError(f"the server at {self.url} refuses: {said}")
+
+
+def _with(path: str, query: Query) -> str:
+    """A path with those of the parameters that have a value."""
+    values = {name: value for name, value in query.items() if value is not None}
+    return f"{path}?{urlencode(values)}" if values else path
 
 
 def _base_url(url: str) -> str:
@@ -174,6 +247,43 @@ def _cells(loaded: Mapping[str, Any]) -> tuple[str, ...]:
     return loaded["name"], size, context, until, loaded["server"]
 
 
+# -------------------------------------------------------------------------------------------------------- questions
+
+
+@asking(Address)
+def decide(
+    server: AskedServer,
+    state: Annotated[str | None, typer.Argument(show_default=False)] = None,
+    ask: Annotated[list[str] | None, typer.Option(show_default=False)] = None,
+    options: Annotated[str | None, typer.Option(show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Prints how likely each answer to each question is. Raises ConfigError and StartError."""
+    if not ask:
+        raise ConfigError("say what to ask with --ask")
+    about: dict[str, Any] = {"type": "predicate"}
+    if options is not None:
+        about = {"type": "choice", "choices": [{"value": label.strip()} for label in options.split(",")]}
+    questions = [{**about, "name": question, "instructions": question} for question in ask]
+    body = {"input": sys.stdin.read() if state is None else state, "questions": questions}
+    server.timeout_seconds = DECIDE_SECONDS
+    answer = server.post("/v1/decisions", {**body, "model": model} if model else body)
+    rows = [row for one in answer["answers"] for row in _chances(one)]
+    tell(answer, plain_table([("QUESTION", "ANSWER", "PROBABILITY"), *rows]), as_json)
+
+
+def _chances(answer: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """One line for each option, the likeliest first."""
+    yes = answer.get("probability", 0.0)
+    both = [{"value": "yes", "probability": yes}, {"value": "no", "probability": 1 - yes}]
+    ranked = sorted(answer.get("probabilities", both), key=lambda one: -float(one["probability"]))
+    return [
+        ("" if place else str(answer["name"]), str(one["value"]), f"{one['probability']:.3f}")
+        for place, one in enumerate(ranked)
+    ]
+
+
 # ------------------------------------------------------------------------------------------ where a model is loaded
 
 
@@ -187,6 +297,8 @@ class Served:
     """0 if unknown."""
     key: str = ""
     """Empty where the server needs none."""
+    sees: bool = False
+    """Whether the model sees images."""
 
 
 def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served | None:
@@ -209,7 +321,12 @@ def models_at(url: str, api_key: str | None) -> list[Served]:
     try:
         listed = AskedServer(url, api_key, FIND_SECONDS).get("/v1/models")
         models = [model for model in listed["data"] if model["owned_by"].startswith(OWNER)]
-        return [Served(url, model["id"], model.get("context_length") or 0, api_key or "") for model in models]
+        return [
+            Served(
+                url, one["id"], one.get("context_length") or 0, api_key or "", "vision" in one.get("capabilities", ())
+            )
+            for one in models
+        ]
     except KeyNeeded:
         raise
     except (StartError, KeyError, TypeError, AttributeError) as error:

@@ -16,14 +16,14 @@ from models.errors import told_as
 from models.texts import grouped, size_text
 from server.app.config import ConfigError, StartError
 from server.app.log_events import printable
-from server.cli.ask import AskedServer
+from server.cli.ask import AskedServer, asking
 from server.cli.config import load_config
-from server.cli.options import Json, Key, Url, plain_table, print_json, tell
+from server.cli.options import Json, plain_table, print_json, tell
 
 
 def show_folders(cache_dir: str | None = None, as_json: Json = False) -> None:
     """Prints one line for each model's folder; raises ConfigError and StartError."""
-    folder, folders = _find(cache_dir)
+    folder, folders = find_folders(cache_dir)
     text = plain_table([("FOLDER", "SIZE", "LAST USED", ""), *map(_row, folders)])
     if not folders:
         text = f"Nothing is kept in {folder}. `mlx-serve serve --cache-disk 20GB` keeps conversations there."
@@ -38,8 +38,8 @@ def remove_folders(
     """Deletes folders, by name or model; none if one is unknown or in use. Raises ConfigError and StartError."""
     if bool(names) == everything:
         raise ConfigError("give the folders to remove, or --all")
-    _, folders = _find(cache_dir)
-    chosen = [_named(name, folders) for name in names] if names else folders
+    _, folders = find_folders(cache_dir)
+    chosen = [named_folder(name, folders) for name in names] if names else folders
     for entry in chosen:
         if entry.is_in_use:
             raise StartError(f"{entry.path.name} is in use by a running server; stop that first")
@@ -52,13 +52,15 @@ def remove_folders(
         typer.echo("There is nothing to remove.")
 
 
-def _find(cache_dir: str | None) -> tuple[Path, list[ModelFolder]]:
+def find_folders(cache_dir: str | None) -> tuple[Path, list[ModelFolder]]:
+    """The directory of all, and each model's folder in it. Raises ConfigError and StartError."""
     folder = Path(load_config({"cache_dir": cache_dir}, os.environ).cache_dir).expanduser()
     with told_as(StartError, f"the cache folder {folder} cannot be used"):
         return folder, find_all(folder)
 
 
-def _named(name: str, folders: Sequence[ModelFolder]) -> ModelFolder:
+def named_folder(name: str, folders: Sequence[ModelFolder]) -> ModelFolder:
+    """The one of that name or model. Raises StartError."""
     matches = [entry for entry in folders if name in (entry.path.name, entry.model)]
     if not matches:
         raise StartError(f"there is no folder {name!r}; mlx-serve cache list shows those that are there")
@@ -103,6 +105,11 @@ def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterat
         yield Text("nothing is held")
     if cache["truncated"]:
         yield Text("there is more: --limit shows up to 10000 edges", "dim")
+    others = [entry for entry in cache["namespaces"] or () if entry["namespace"] != cache["namespace"]]
+    if others:
+        names = (f"{entry['namespace'] or '(no key)'}, {grouped(entry['num_tokens'])} tokens" for entry in others[:8])
+        more = f"; and {len(others) - 8} more" if len(others) > 8 else ""
+        yield Text(f"other namespaces, for --namespace: {printable('; '.join(names))}{more}", "dim")
 
 
 def _branches(edges: Sequence[_Edge], max_depth: int | None) -> Iterator[Text]:
@@ -141,9 +148,9 @@ def _said(edge: _Edge) -> Text:
     return Text.assemble((about, STYLES[tier]), f"  {words}", (f"  ({text})" if text else "", "dim"))
 
 
+@asking()
 def show_tree(
-    url: Url = None,
-    api_key: Key = None,
+    server: AskedServer,
     model: str | None = None,
     namespace: str | None = None,
     depth: Annotated[int | None, typer.Option(min=1)] = None,
@@ -151,9 +158,8 @@ def show_tree(
     as_json: Json = False,
 ) -> None:
     """Prints a line for each edge. Raises StartError."""
-    asked = {"model": model, "namespace": namespace, "limit": limit}
-    query = {name: value for name, value in asked.items() if value is not None}
-    cache = AskedServer(url, api_key).get("/v1/cache", query)
+    query = {"model": model, "namespace": namespace, "limit": limit}
+    cache = server.get("/v1/cache", query)
     if as_json:
         print_json(cache)
         return

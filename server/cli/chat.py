@@ -5,6 +5,7 @@ standard input is no terminal, there is one answer.
 """
 
 import asyncio
+import base64
 import contextlib
 import io
 import json
@@ -13,11 +14,12 @@ import re
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import unquote
 
 import httpx2
 import typer
@@ -26,12 +28,13 @@ from rich.console import Console
 from models.errors import ModelError, told_as
 from models.output.pieces import Reasoning, Text
 from models.prompt.shapes import Message
+from models.vision.image_files import is_image, read_header
 from server.app.config import ServerConfig
 from server.app.log import configure_logging, num_columns
 from server.cli.ask import FIND_SECONDS, KeyNeeded, Served, bearer, find_served, known_urls, models_at
 from server.cli.keys import INTERRUPTED, keys_unseen, loading
 from server.cli.repl import conversation
-from server.cli.repl.conversation import AnswerPart, ChatError, Dialogue
+from server.cli.repl.conversation import AnswerPart, ChatError, Dialogue, ImagePart, MessageContent, TextPart
 from server.cli.repl.terminal import Screen, line_reader
 from server.engine.request import EngineError, Timings
 
@@ -142,18 +145,29 @@ class Chat:
             hint = conversation.nearest(f"/{match[1]}", [f"/{name}" for name in _BY_NAME], "/? lists them")
             self.screen.note(f"There is no command /{match[1]}; {hint}")
         else:
-            self.answer(text)
+            self.ask(text)
 
-    def answer(self, text: str) -> int:
-        """Shows an arriving answer; returns an exit status, 1 if there is none."""
-        if image := find_image(text):
-            self.screen.complain(NO_IMAGES.format(image))
+    def ask(self, text: str, piped: bytes = b"") -> int:
+        """Asks what was typed, with images in place of their paths; returns as `answer`."""
+        try:
+            content = with_images(text, piped)
+            if not isinstance(content, str) and not self.models.sees:
+                raise ChatError(NO_IMAGES.format(self.models.name))
+        except (ChatError, ModelError) as error:
+            self.screen.complain(str(error))
             return 1
-        self.dialogue.unanswered = text
-        message, reply = {"role": "user", "content": text}, list[str]()
+        return self.answer(content)
+
+    def answer(self, content: MessageContent) -> int:
+        """Shows an arriving answer; returns an exit status, 1 if there is none."""
+        self.dialogue.unanswered = content
+        message, reply = {"role": "user", "content": content}, list[str]()
         was_interrupted = self._hear(message, reply)
         if reply:
             self.dialogue.turns += [message, {"role": "assistant", "content": "".join(reply)}]
+            self.dialogue.unanswered = ""
+        elif was_interrupted:  # a question that was not answered is still a part of the conversation
+            self.dialogue.turns.append(message)
             self.dialogue.unanswered = ""
         return INTERRUPTED if was_interrupted else 0 if reply else 1
 
@@ -258,8 +272,10 @@ class Chat:
         return f"{len(self.dialogue.turns)} messages.{other}"
 
     def _describe_last_answer(self, _: str) -> str:
-        timings = self.dialogue.timings
-        return "There is no answer yet." if timings is None else conversation.describe_timings(timings)
+        if self.dialogue.timings is not None:
+            return conversation.describe_timings(self.dialogue.timings)
+        is_stopped = bool(self.dialogue.turns) and self.dialogue.turns[-1]["role"] == "user"
+        return "The answer was stopped before its first word." if is_stopped else "There is no answer yet."
 
 
 def _path(name: str, command: str) -> Path:
@@ -295,25 +311,23 @@ was typed before. Ctrl-C stops an answer; twice at the prompt it leaves."""
 
 
 def _answer_once(talk: Chat, question: str) -> int:
-    piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
-    text = "\n\n".join(filter(None, (question.strip(), piped)))
-    if not text:
+    piped = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+    if not question.strip() and not piped.strip():
         sys.stderr.write("mlx-serve: there is no question: standard input is empty\n")
         return 1
-    if piped.startswith(_SIGNATURES):
-        talk.screen.complain(NO_IMAGES.format("the image from the pipe"))
-        return 1
-    return talk.answer(text)
+    return talk.ask(question.strip(), piped)
 
 
 # ---------------------------------------------------------------------------------------------------------- files
 
 MAX_BYTES = 256 * 2**20
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".heic")
-NO_IMAGES = "a conversation in the terminal takes text only, so {} cannot be shown; describe it in words"
+NO_IMAGES = "{} sees no images; describe in words what it cannot be shown"
+_UNREAD_SUFFIXES = (".bmp", ".tiff", ".heic")
+_ENDS = "?!.,;:)"
+"""What may stand after a path."""
 
 _PATH = re.compile(r"""(?P<quote>['"])(?P<quoted>.+?)(?P=quote)|(?P<bare>(?:\\.|\S)+)""")
-_SIGNATURES = ("\ufffdPNG\r\n", "\ufffdPNG\n", "GIF87a", "GIF89a", "\ufffd\ufffd\ufffd\ufffd\x00\x10JFIF")
 
 
 def save_text(path: Path, text: str) -> None:
@@ -340,16 +354,42 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
 
 
-def find_image(text: str) -> str | None:
-    """The first image's path in a message, as of a dropped file; a bare name is none."""
+def with_images(text: str, piped: bytes = b"") -> MessageContent:
+    """A message with its images and what was piped; a text if there is no image.
+
+    Raises InvalidImage for one that is damaged or of a kind that is not read.
+    """
+    parts, end = list[TextPart | ImagePart](), 0
+    for start, stop, image in find_images(text):
+        parts += [*_text_parts(text[end:start]), _image_part(image)]
+        end = stop
+    parts += _text_parts(text[end:])
+    parts += [_image_part(piped)] if is_image(piped) else _text_parts(piped.decode(errors="replace"))
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    return "\n\n".join(texts) if len(texts) == len(parts) else parts
+
+
+def _text_parts(text: str) -> list[TextPart]:
+    return [{"type": "text", "text": text.strip()}] if text.strip() else []
+
+
+def _image_part(data: bytes) -> ImagePart:
+    read_header(data)
+    return {"type": "image_url", "image_url": {"url": f"data:image;base64,{base64.b64encode(data).decode()}"}}
+
+
+def find_images(text: str) -> Iterator[tuple[int, int, bytes]]:
+    """Where a message names images that are there, as of dropped files, and their bytes; a bare name is none."""
     for match in _PATH.finditer(text):
-        path = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
-        path = path.removeprefix("file://")
+        named = match["quoted"] or match["bare"].rstrip(_ENDS)
+        stop = match.end() if match["quoted"] else match.start() + len(named)
+        path = named if match["quoted"] else re.sub(r"\\(.)", r"\1", named)
+        path = unquote(path.removeprefix("file://")) if path.startswith("file://") else path
         if path.startswith(("/", "./", "../", "~/")) and path.lower().endswith(IMAGE_SUFFIXES):
             with contextlib.suppress(OSError, ValueError, RuntimeError):
-                if Path(path).expanduser().is_file():
-                    return path
-    return None
+                data = Path(path).expanduser().read_bytes()
+                if is_image(data) or path.lower().endswith(_UNREAD_SUFFIXES):
+                    yield match.start(), stop, data
 
 
 # ------------------------------------------------------------------------------------------- models of a server
@@ -367,6 +407,11 @@ class JoinedModels:
     @property
     def name(self) -> str:
         return self._served.model
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model sees images."""
+        return self._served.sees
 
     async def answer(
         self, turns: Sequence[Message], number: int, parameters: Mapping[str, Any]
@@ -420,9 +465,9 @@ def _parts_of(line: str) -> list[AnswerPart]:
     parts: list[AnswerPart] = [
         kind(delta[field]) for delta in deltas for field, kind in _KINDS.items() if delta.get(field)
     ]
-    if meaningngs := chunk.get("timings"):
-        counts = (int(meaningngs["cache_n"]), int(meaningngs["prompt_n"]), float(meaningngs["prompt_ms"]))
-        parts.append(Timings(*counts, int(meaningngs["predicted_n"]), float(meaningngs["predicted_ms"])))
+    if timings := chunk.get("timings"):
+        counts = (int(timings["cache_n"]), int(timings["prompt_n"]), float(timings["prompt_ms"]))
+        parts.append(Timings(*counts, int(timings["predicted_n"]), float(timings["predicted_ms"])))
     return parts
 
 

@@ -14,7 +14,7 @@ from models.names import used_last
 from server.app import config
 from server.app.config import SETTINGS, ConfigError, Layer, ServerConfig, Setting, ToldSetting
 from server.app.keys import read_private
-from server.cli.options import Json, model_names, plain_table, tell
+from server.cli.options import Json, model_names, plain_table, taking, tell
 
 HIDDEN = "(not shown)"
 """Stands for a secret."""
@@ -29,18 +29,9 @@ _MODEL_DEFAULT = "Default: the pulled model that was used last, else demo."
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command a flag for each setting in place of its `given`."""
-    own = [
-        parameter
-        for parameter in inspect.signature(command).parameters.values()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(setting))
-        for name, setting in SETTINGS.items()
-    ]
-    command.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*options, *own]}
-    return command
+    parameters = inspect.signature(command).parameters.values()
+    own = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    return taking(command, {name: _option(setting) for name, setting in SETTINGS.items()}, own)
 
 
 def _option(setting: Setting) -> Any:

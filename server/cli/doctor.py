@@ -16,11 +16,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from models.errors import told_as
 from models.texts import grouped, shared_length, size_text
-from server.app.config import ConfigError, StartError
+from server.app.config import ConfigError, ServerConfig, StartError
 from server.app.log_events import percent_text, printable, seconds_text
-from server.cli.ask import AskedServer
-from server.cli.options import Json, Key, Url, model_names, print_json
+from server.cli.ask import AskedServer, asking, known_urls
+from server.cli.options import Json, model_names, print_json
 from server.diagnosis.causes import Cause
 from server.diagnosis.prompt import RepeatedCall
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of, savings_of
@@ -43,12 +44,13 @@ REFUSED = ("path", "session_id", "status", "code", "message", "count")
 """Fields of a refusal that the report has."""
 
 
+@asking()
 def doctor(
-    url: Url = None,
+    server: AskedServer,
     file: str | None = None,
-    api_key: Key = None,
     cache_salt: str | None = None,
     model: Annotated[str | None, typer.Option(autocompletion=model_names)] = None,
+    heal: list[str] | None = None,
     as_json: Json = False,
 ) -> None:
     """Prints what was lost, and why. Raises ConfigError, StartError and ModelError."""
@@ -56,16 +58,19 @@ def doctor(
         typer.echo(f"Another mlx-serve stands first on PATH: {other}; this is {sys.argv[0]}.", err=True)
     if file is None and model is not None:
         raise ConfigError("--model goes with --file only: a server knows its own model")
-    if file is not None and url is not None:
+    if heal and model is None:
+        raise ConfigError("--heal goes with --file and --model only: a server heals as it was started")
+    if file is not None and server.is_named:
         raise ConfigError("give the address of a server or --file, not both")
-    checkups, refused, notes = (
-        _examine_server(AskedServer(url, api_key), api_key, cache_salt)
-        if file is None
-        else _examine_file(Path(file), model)
-    )
+    if file is None:
+        checkups, refused, notes = _examine_server(server, cache_salt)
+    else:
+        checkups, refused, notes = _examine_file(Path(file), model, heal or ())
     if as_json:
         print_json(_body(checkups, refused))
         return
+    if file is None and not server.is_named and len(known_urls()) > 1:
+        typer.echo(f"Asked {server.url}; `mlx-serve ps` lists the other servers.", err=True)
     parts = [_report(checkups)] if checkups else [] if refused else [NO_SESSIONS]
     parts += [""] if checkups and refused else []
     parts += [_refused(refused)] if refused else []
@@ -78,14 +83,15 @@ def find_other_program(started: str) -> str | None:
     return first if Path(started).name == PROGRAM and Path(first).resolve() != Path(started).resolve() else None
 
 
-def _examine_server(server: AskedServer, api_key: str | None, cache_salt: str | None) -> Examined:
+def _examine_server(server: AskedServer, cache_salt: str | None) -> Examined:
     """`cache_salt` and the key limit what the server shows."""
     query, checkups = {"cache_salt": cache_salt} if cache_salt else {}, list[Checkup]()
     try:
         listed = server.get("/v1/sessions", query)
         for session in listed["data"]:
             # Without key and salt the server needs the session's namespace.
-            own = {"namespace": session["namespace"]} if session["namespace"] and not (api_key or query) else query
+            is_foreign = session["namespace"] and not (server.api_key or query)
+            own = {"namespace": session["namespace"]} if is_foreign else query
             session = server.find("GET", f"/v1/sessions/{quote(session['id'], safe='')}?{urlencode(own)}")
             # A session may have been forgotten since the list was made.
             checkups += [] if session is None else [checkup_of(session)]
@@ -109,7 +115,7 @@ def _memory_notes(pressure: str, kept_bytes: int | None, all_models_bytes: int |
         )
 
 
-def _examine_file(path: Path, model: str | None) -> Examined:
+def _examine_file(path: Path, model: str | None, heals: Sequence[str]) -> Examined:
     from server.doctor.recorded import checkups_of, read_requests  # need NumPy, which takes its time
 
     requests = read_requests(path)
@@ -119,7 +125,8 @@ def _examine_file(path: Path, model: str | None) -> Examined:
     from server.app.service import open_renderer
     from server.doctor.model_reader import ModelReader  # these two import what a server imports
 
-    reader = ModelReader(open_renderer(model))
+    with told_as(ConfigError, "--heal", ValueError):
+        reader = ModelReader(*open_renderer(model), ServerConfig(heals=tuple(heals)))
     return checkups_of(requests, reader), reader.refused, []
 
 
@@ -140,6 +147,7 @@ def _body(checkups: Sequence[Checkup], refused: Sequence[Mapping[str, Any]]) -> 
             "turns": checkup.num_turns,
             "kept": checkup.kept,
             "healed_tokens": checkup.healed_tokens,
+            "rounded_tokens": checkup.rounded_tokens,
             "repeated_call": checkup.repeated_call and asdict(checkup.repeated_call),
             "findings": list(map(asdict, findings_of(checkup.losses))),
         }
@@ -167,6 +175,8 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
     heading = Text.assemble((_one_line(checkup.name), "bold"), f": {_plural(checkup.num_turns, 'turn')}")
     if checkup.kept is not None:
         heading.append(f", {percent_text(round(1000 * checkup.kept), 1000)} of the previous prompt reused on average")
+    if checkup.rounded_tokens:
+        heading.append(f"; {grouped(checkup.rounded_tokens)} tokens restored from 8 bits (--cache-bits)")
     if checkup.healed_tokens:
         heading.append(f"; {grouped(checkup.healed_tokens)} tokens saved by showing prompts as before")
     if not checkup.is_ailing:

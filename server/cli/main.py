@@ -6,6 +6,7 @@ one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
 
 import logging
 import os
+import signal
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,10 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and load(command.name or ""), rest
+        command = command and load(command.name or "")
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on a command decides
+        return name, command, rest
 
 
 class _Group(TyperGroup):

@@ -1,7 +1,8 @@
 """Options, arguments and forms of output that commands share. Imports only what is quick."""
 
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -33,6 +34,18 @@ _build_runtime_param = _typer.build_runtime_param
 _typer.build_runtime_param = _AsGiven
 
 
+def taking(
+    command: Callable[..., None], options: Mapping[str, Any], own: Iterable[inspect.Parameter]
+) -> Callable[..., None]:
+    """Tells typer which `options` a command takes, before its own parameters; all by their names."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    first = [inspect.Parameter(name, kind, default=None, annotation=option) for name, option in options.items()]
+    parameters = [*first, *(parameter.replace(kind=kind) for parameter in own)]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
 def model_names() -> list[str]:
     """The names of this machine's models, for a shell's completion."""
     from models.names import installed
@@ -51,6 +64,8 @@ _KEY_HELP = "The key of a server that asks for one."
 Key = Annotated[str | None, typer.Option("--api-key", metavar="TEXT", envvar=KEY_VARIABLE, help=_KEY_HELP)]
 _URL_HELP = "Address of a running server. Default: yours, or http://127.0.0.1:8080."
 Url = Annotated[str | None, typer.Argument(metavar="URL", help=_URL_HELP)]
+Address = Annotated[str | None, typer.Option("--url", metavar="URL", help=_URL_HELP)]
+"""For a command with arguments of its own."""
 OwnName = Annotated[str, typer.Argument(metavar="NAME", help="A name of your own, such as writer or writer:v2.")]
 AnyModel = Annotated[
     str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a name of your own.", autocompletion=model_names)

@@ -190,15 +190,24 @@ def _about(model: names.ShortName) -> str:
     return f"about {size_text(model.num_bytes)}"
 
 
-def _show_on_bar(update: Callable[..., None], name: str, event: PullEvent) -> None:
+def _show_on_bar(console: Console, update: Callable[..., None], name: str, event: PullEvent) -> None:
     match event:
+        case PullPlanned():
+            _print_needs(console, event)
         case PullProgress(done_bytes=done, total_bytes=total):
             update(description=name, completed=done, total=total)
         case PullChecking():
             update(description=f"checking {name}")
 
 
+def _print_needs(console: Console, event: PullPlanned) -> None:
+    if event.needs:
+        console.print(event.needs, soft_wrap=True)
+
+
 def _print_line(console: Console, name: str, event: PullEvent) -> None:
+    if isinstance(event, PullPlanned):
+        _print_needs(console, event)
     if isinstance(event, PullProgress) and event.total_bytes:
         share, here = event.done_bytes / event.total_bytes, size_text(event.done_bytes)
         console.print(f"{name}: {share:.0%}, {here} of {size_text(event.total_bytes)}", soft_wrap=True)
@@ -206,9 +215,10 @@ def _print_line(console: Console, name: str, event: PullEvent) -> None:
 
 def _figures(event: PullEvent) -> dict[str, object]:
     match event:
-        case PullPlanned(repository=repository, files=files):
+        case PullPlanned(repository=repository, files=files, needs=needs):
             listed = [{"name": file.name, "bytes": file.num_bytes} for file in files]
-            return {"status": "planned", "repository": repository, "files": listed}
+            further = {"needs": needs} if needs else {}
+            return {"status": "planned", "repository": repository, "files": listed, **further}
         case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
             part = {} if file is None else {"file": file.name, "file_bytes": here, "file_total": file.num_bytes}
             return {"status": "downloading", "completed": done, "total": total, **part}
@@ -241,7 +251,7 @@ def _reporting(console: Console, name: str, *, as_json: bool = False) -> Iterato
         yield _paced(partial(_print_line, console, name), LINE_SECONDS)
     else:
         with _bar(console, name) as update:
-            yield partial(_show_on_bar, update, name)
+            yield partial(_show_on_bar, console, update, name)
 
 
 def _stop_pull(name: str) -> NoReturn:

@@ -19,8 +19,10 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -42,15 +44,18 @@ from models.texts import grouped, size_text
 from server.api.app import create_pool_app, start_draining
 from server.api.connections import HttpConfig, Limits, find_max_connections
 from server.api.observe import check_otlp
+from server.api.responses.store import store_of
 from server.app import memory_budget
-from server.app.config import MAX_FILES, ConfigError, ServerConfig, StartError
+from server.app.config import MAX_FILES, ConfigError, ServerConfig, StartError, parse_heal
 from server.app.keys import read_keys
 from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
 from server.app.service import Service, open_service, source_of
 from server.app.upkeep import Upkeep, exclude_from_backups
 from server.cli.bench import kernels_text
+from server.cli.handover import Handover
 from server.cli.keys import interruptible
+from server.cli.ranks import Team
 from server.cli.watchdog import Hangs, Watchdog
 from server.pool.catalog import Catalog
 from server.pool.memory import PoolSettings, cache_memory_for_all
@@ -61,6 +66,8 @@ logger = logging.getLogger(__name__)
 
 SLOW_SECONDS = 0.5
 STORE_SECONDS = 5.0
+HANDOVER_PART = 0.5
+"""The part of the time to stop in which conversations move first; and of the rest, in which running answers end."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,9 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     yield "model", f"{model.id}, {count_text(model.facts.num_parameters)} parameters"
     size, on_disk = size_text(service.memory.weights_bytes), size_text(service.model.facts.stored_bytes)
     is_as_stored, precision = service.loaded.precision is Precision.STORED, service.loaded.precision.value
+    size += " on this machine" if len(service.machines) > 1 else ""
     yield "weights", size if is_as_stored else f"{size}, as {precision}: fastest on this CPU ({on_disk} on disk)"
+    yield from _machine_facts(service)
     if service.opened.variants:
         yield "adapters", ", ".join(service.opened.variants)
     if service.seconds_per_token is not None and sys.platform == "linux":
@@ -94,6 +103,8 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     if service.wiring.is_possible:
         yield "wired", f"{size_text(service.wiring.wired_bytes)}, which macOS does not page out (--no-wire-weights)"
     yield "cache", _cache_text(service, config)
+    if form := service.engine.stats().cache.stored_form:
+        yield "stored", form
     if needed_bytes := cache_memory_for_all(len(config.models), config.cache_memory_bytes):
         yield "", f"not for all models at once: --cache-memory {-(-needed_bytes // 10**6)}MB is"
     yield "rest", _rest_text(service)
@@ -103,21 +114,35 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
         yield "beside", f"{claim if other.model else 'a server is starting'}, process {other.pid}"
     limit = "" if model.context_tokens < service.loaded.context_tokens else " (the model's limit)"
     yield "context", f"{grouped(model.context_tokens)} tokens{limit}"
-    if config.cache_disk_bytes is not None:
-        yield from _disk_facts(service, config, config.cache_disk_bytes)
+    if "vision" in model.capabilities:
+        yield "images", "seen"
+    yield from _disk_facts(service, config)
     yield "slots", f"{config.slots} conversations at once, {config.max_waiting} more may wait"
     stats = service.engine.stats()
     yield "rows", stats.rows_form
     yield "drafts", "off (--speculate)" if config.speculate == "off" else stats.drafts_form
     if platform.system() == "Darwin":
         yield "kernels", kernels_text()
+    yield from _address_facts(config, around.urls)
+
+
+def _address_facts(config: ServerConfig, urls: Sequence[str]) -> Iterator[tuple[str, str]]:
     if config.insecure_no_key and not config.needs_key:
         yield "key", "none: anyone who reaches the address can use this server"
-    yield "address", f"{around.urls[0]}/v1"
-    for url in around.urls[1:]:
+    yield "address", f"{urls[0]}/v1"
+    for url in urls[1:]:
         yield "", f"{url}/v1 from other machines"
     if config.console:
-        yield "console", f"{around.urls[0]}/"
+        yield "console", f"{urls[0]}/"
+
+
+def _machine_facts(service: Service) -> Iterator[tuple[str, str]]:
+    machines = service.machines if len(service.machines) > 1 else ()
+    for rank, (name, weights_bytes, rest_bytes) in enumerate(machines):
+        yield (
+            "machine",
+            f"{rank}, {name}: {size_text(weights_bytes)} of weights, {size_text(rest_bytes)} left beside the state",
+        )
 
 
 def slowness(service: Service) -> str | None:
@@ -132,14 +157,21 @@ def slowness(service: Service) -> str | None:
 
 def _cache_text(service: Service, config: ServerConfig) -> str:
     budget_bytes, most_bytes = service.memory.budget_bytes, service.memory.most_bytes
-    per_token = service.engine.stats().cache.bytes_per_token
+    cache = service.engine.stats().cache
+    per_token, live = cache.stored_bytes_per_token, cache.bytes_per_token
     tokens = f", about {round_count(budget_bytes / per_token)} tokens" if per_token else ""
+    tokens += f" stored or {round_count(budget_bytes / live)} that run" if per_token < live else ""
     later = f"; up to {size_text(most_bytes)} as others make way" if most_bytes > budget_bytes else ""
-    source = "" if config.cache_memory_bytes is not None else f"{later} (--cache-memory)"
+    later += " on each machine" if service.engine.is_divided else ""
+    is_asked = config.cache_memory_bytes is not None and not service.engine.is_divided
+    source = "" if is_asked else f"{later} (--cache-memory)"
     return f"{size_text(budget_bytes)}{tokens}{source}"
 
 
-def _disk_facts(service: Service, config: ServerConfig, limit_bytes: int) -> Iterator[tuple[str, str]]:
+def _disk_facts(service: Service, config: ServerConfig) -> Iterator[tuple[str, str]]:
+    limit_bytes = config.cache_disk_bytes
+    if limit_bytes is None:
+        return
     per_day = config.cache_disk_write_bytes_per_day
     daily = f", at most {size_text(per_day)} written a day" if per_day is not None else ""
     yield "disk", f"{size_text(limit_bytes)} in {config.cache_dir}{daily}"
@@ -222,7 +254,7 @@ KERNEL_BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
 
-def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
+def serve(config: ServerConfig, runtime: Path, fast_blas: str | None, team: Team) -> int:
     """Returns the exit status. Raises ConfigError, StartError, ModelError and FolderError."""
     configure_logging(config.log_level, config.log_format)
     hangs = Hangs(config.stuck_after_seconds, exits=config.exit_when_stuck)
@@ -241,15 +273,19 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         max_connections = find_max_connections()
         claim, others = _claim(runtime, stack)
         around = Surroundings(others, fast_blas, urls(address, port), claim)
-        service = _start(config, console, around)
+        service = _start(config, console, around, team)
+        config = service.opener.config
         pool = _make_pool(service, config, around)
         try:
             app, limits = create_pool_app(pool, config, keys=keys), Limits(config.client_seconds, max_connections)
             http_config = HttpConfig(app, limits, lifespan="off", timeout_graceful_shutdown=CLOSE_SECONDS)
             report = partial(_show_banner, console, service, config, around)
-            server = _Server(http_config, pool, config.drain_seconds, report)
+            handover = None
+            if config.handover is not None:
+                handover = Handover(pool, config, lambda: app.state.api.kept(store_of).count())
+            server = _Server(http_config, pool, config.drain_seconds, report, handover)
             hangs.engines = lambda: pool.watched
-            watchdog.take_ctrl_c()
+            watchdog.take(signal.SIGINT)
             asyncio.run(_serve(server, config, listeners, watchdog, _make_upkeep(server, config, claim)))
         finally:
             # The process ends in a moment anyway; a signal now would only change the exit status.
@@ -301,10 +337,10 @@ def _claim(runtime: Path, stack: contextlib.ExitStack) -> tuple[OwnClaim | None,
     return own, others
 
 
-def _start(config: ServerConfig, console: Console, around: Surroundings) -> Service:
+def _start(config: ServerConfig, console: Console, around: Surroundings, team: Team) -> Service:
     with interruptible(), _progress(console, model_id(config.models[0])) as tell:
-        service = open_service(config, around.others, tell)
-        around.tell(service.model.id, service.memory.weights_bytes + service.memory.budget_bytes)
+        service = open_service(config, around.others, tell, team.ranks, team.leader)
+        around.tell(_in_use([service.model.id], config), service.memory.weights_bytes + service.memory.budget_bytes)
         if warning := slowness(service):
             console.print(warning, markup=False)
         tell("trying it out")
@@ -314,6 +350,11 @@ def _start(config: ServerConfig, console: Console, around: Surroundings) -> Serv
         sys.setswitchinterval(SWITCH_SECONDS)
         service.start()
     return service
+
+
+def _in_use(models: Iterable[str], config: ServerConfig) -> str:
+    """The models whose files must stay, as a claim names them."""
+    return ", ".join([*models, *filter(None, [config.draft_model])])
 
 
 def _make_pool(service: Service, config: ServerConfig, around: Surroundings) -> ModelPool:
@@ -331,18 +372,32 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings) -> 
         default_id=first.name,
         wire=lambda num_bytes, is_quiet: service.wiring.update(num_bytes, is_quiet=is_quiet),
     )
-    catalog = Catalog(sources, has_others=config.max_models != 1)
+    # Of a divided model no other can take the place: it is loaded on no other machine.
+    catalog = Catalog(sources, has_others=config.max_models != 1 and not service.engine.is_divided)
+    if config.heals:
+        _check_heals(config, [source.name for source in catalog.all()])
     pool = ModelPool(catalog, [service.opened], opener, settings)
-    budgets = pool.budgets
+    budgets, limit = pool.budgets, 0
 
     def follow_budgets() -> None:
-        mx.set_cache_limit(memory_budget.choose_pool_bytes(budgets.taken_bytes - budgets.weights_bytes))
+        nonlocal limit
+        last, limit = limit, memory_budget.choose_pool_bytes(budgets.taken_bytes - budgets.weights_bytes)
+        if limit != last:  # MLX answers once the step under way ends, and all threads wait meanwhile
+            mx.set_cache_limit(limit)
         needs = {"weights_bytes": budgets.weights_bytes, "needed_bytes": budgets.needed_bytes}
         is_fixed = config.cache_memory_bytes is not None
-        around.tell(", ".join(pool.engines), budgets.taken_bytes, **({} if is_fixed else needs))
+        around.tell(_in_use(pool.engines, config), budgets.taken_bytes, **({} if is_fixed else needs))
 
     budgets.on_change = follow_budgets
     return pool
+
+
+def _check_heals(config: ServerConfig, served: Sequence[str]) -> None:
+    """Warns of a heal that no served model is meant by."""
+    for heal in config.heals:
+        pattern, _ = parse_heal(heal)
+        if not any(fnmatchcase(name, pattern) for name in served):
+            logger.warning("--heal %s heals nothing: no model here is called %s", heal, pattern)
 
 
 @contextlib.contextmanager
@@ -414,9 +469,17 @@ class _Server(uvicorn.Server):
 
     config: HttpConfig
 
-    def __init__(self, config: HttpConfig, pool: ModelPool, drain_seconds: float, report: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: HttpConfig,
+        pool: ModelPool,
+        drain_seconds: float,
+        report: Callable[[], None],
+        handover: Handover | None = None,
+    ) -> None:
         """`report` is called once requests can come."""
         super().__init__(config)
+        self._handover = handover
         self.app, self.pool = cast(Starlette, config.app), pool
         self._drain_seconds, self._report = drain_seconds, report
         self.draining: asyncio.Task[None] | None = None
@@ -449,14 +512,24 @@ class _Server(uvicorn.Server):
             logging.shutdown()
             # The worker may be inside a step, and an interpreter that ends around it would abort noisily.
             os._exit(130)
-        start_draining(self.app)
+        if self._handover is None:
+            start_draining(self.app)
         self.draining = asyncio.get_running_loop().create_task(self._drain(num_running))
 
     async def _drain(self, num_running: int) -> None:
+        """With a handover, clients are turned away once the other server has what they would ask it to go on with."""
+        deadline = time.monotonic() + self._drain_seconds
+        if self._handover is not None:
+            await self._handover.send(HANDOVER_PART * self._drain_seconds)
+            start_draining(self.app)
         if num_running:
-            logger.info("stopping: %d running, up to %g s to finish", num_running, self._drain_seconds)
-        if not await self.pool.drain(self._drain_seconds):
+            logger.info("stopping: %d running, up to %g s to finish", num_running, deadline - time.monotonic())
+        left_seconds = deadline - time.monotonic()
+        if not await self.pool.drain(left_seconds * (1 if self._handover is None else HANDOVER_PART)):
             logger.warning("stopping: what still runs ends now")
+        if self._handover is not None:
+            await self._handover.send(deadline - time.monotonic())
+            await self._handover.tell()
         await asyncio.to_thread(self.pool.stop)
         self.should_exit = True
 
@@ -482,7 +555,7 @@ async def _serve(
 
     watchdog.hangs.post, watchdog.on_signal = post, partial(post, server.signalled)
     if config.api_keys_file is not None:
-        loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, server.app, config))
+        watchdog.take(signal.SIGHUP, partial(post, partial(_reload_keys, server.app, config)))
     rounds = loop.create_task(upkeep.run())
     try:
         await server.serve(sockets=listeners)

@@ -21,9 +21,15 @@ def serve(**given: Any) -> None:
     for name in config.models[1:]:
         resolve(name)
     with loading(config.models[0]) as fast_blas:
+        from server.cli.ranks import joined
         from server.cli.serve import serve as run_server
 
-    raise typer.Exit(run_server(config, runtime_folder(os.environ), fast_blas))
+    with joined(config, os.environ) as (config, team):
+        if team.ranks.rank:
+            team.follow(config)
+            raise typer.Exit
+        status = run_server(config, runtime_folder(os.environ), fast_blas, team)
+    raise typer.Exit(status)
 
 
 def is_question(text: str) -> bool:

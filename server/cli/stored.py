@@ -1,6 +1,7 @@
 """`mlx-serve list`, `show`, `cp`, `tag`, `rm`, `create` and `verify`."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from models.store import library
 from models.store.stored_model import WITHOUT_EFFECT, ModelDefaults, Modelfile, StoredModel, WeightsPlace
 from models.texts import grouped, size_text
 from server.app.config import StartError
+from server.app.memory_budget import running, runtime_folder
 from server.cli.options import AnyModel, Force, Json, OwnName, plain_table, tell
 
 LIST_HEADINGS = ("NAME", "SIZE", "WEIGHTS", "ARCHITECTURE", "MODIFIED")
@@ -160,6 +162,7 @@ def _record(model: names.InstalledModel, place: WeightsPlace) -> dict[str, Any]:
         "architecture": model.architecture,
         "quantization": model.quantization or None,
         "context_tokens": _context(model, defaults.context_tokens),
+        "sees_images": _sees(model),
         "parameters": list(map(list, defaults.parameters())),
         "system": None if stored is None else defaults.system,
         "messages": [[message.role, message.content] for message in defaults.messages],
@@ -178,6 +181,7 @@ def _facts(record: Mapping[str, Any], place: WeightsPlace) -> Iterator[tuple[str
     yield "architecture", record["architecture"]
     yield "weights", record["quantization"] or "not quantized"
     yield "context", f"{grouped(record['context_tokens'])} tokens"
+    yield "images", "seen" if record["sees_images"] else "not seen"
     if record["created"] is not None:
         yield "parameters", "\n".join(f"{key} {value}" for key, value in record["parameters"]) or "none"
         yield "system", record["system"] or "none"
@@ -186,6 +190,14 @@ def _facts(record: Mapping[str, Any], place: WeightsPlace) -> Iterator[tuple[str
             yield "license", record["license"]
     yield "template", _template(Path(record["path"]))
     yield "files", "\n".join(record["files"])
+
+
+def _sees(model: names.InstalledModel) -> bool:
+    # Imports MLX.
+    from models.loader import read_config
+    from models.vision.loading import find_images
+
+    return find_images(model.path, read_config(model.path)[0], 1) is not None
 
 
 def _context(model: names.InstalledModel, limit: int | None) -> int:
@@ -229,16 +241,14 @@ def _remove_name(stored: StoredModel, *, is_forced: bool, as_json: bool) -> None
 
 
 def _remove_weights(name: str, *, is_forced: bool, as_json: bool) -> None:
-    from huggingface_hub import scan_cache_dir
-
     place = names.place_of(name)
-    if others := library.names_with(place):
-        first = f"remove these names first: mlx-serve rm {others[0]}"
-        raise StoreError(f"{', '.join(others)} would have no weights; {first}")
-    strategy = scan_cache_dir(names.cache_folder()).delete_revisions(place.commit)
-    size, freed_bytes = strategy.expected_freed_size_str, strategy.expected_freed_size
+    for claim in running(runtime_folder(os.environ)):
+        if any(names.stands_for(used, place) for used in claim.model.split(", ")):
+            raise StartError(f"{name} is in use by the server at {claim.url}; stop that, or unload the model, first")
+    removal = library.find_removal(place)
+    size, freed_bytes = removal.expected_freed_size_str, removal.expected_freed_size
     _confirm(f"Delete {place}, {size}, from Hugging Face's cache? Other programs share it.", is_forced=is_forced)
-    strategy.execute()
+    library.delete(removal)
     record = {"name": name, "removed": "weights", "weights": str(place), "freed_bytes": freed_bytes}
     tell(record, f"{place} is deleted, {size} are free.", as_json)
 

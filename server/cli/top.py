@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -18,9 +19,9 @@ from rich.text import Text
 from models.texts import grouped, size_text
 from server.app.config import StartError
 from server.app.log_events import one_line, percent_text, printable, seconds_text
-from server.cli.ask import AskedServer
+from server.cli.ask import AskedServer, asking
 from server.cli.keys import handling, keys_unseen, leave
-from server.cli.options import Json, Key, Url, print_json
+from server.cli.options import Json, print_json
 
 BAR = 20
 HELP = (
@@ -67,13 +68,8 @@ def lines(stats: Mapping[str, Any], screen: TopPage) -> list[Text]:
 
 
 def _body(stats: Mapping[str, Any], screen: TopPage, height: int) -> list[Text]:
-    rows = [*_totals(stats), Text("")]
-    for model in stats["models"]:
-        rows += _model(model)
-    rows += [
-        Text(f"{printable(loading['id'])} is being loaded: {printable(loading['step'])}")
-        for loading in stats["loading"]
-    ]
+    rows = [*_totals(stats), Text(""), *chain.from_iterable(map(_model, stats["models"]))]
+    rows += (Text(f"{printable(one['id'])} is being loaded: {printable(one['step'])}") for one in stats["loading"])
     if not stats["models"] and not stats["loading"]:
         rows.append(Text("no model is loaded"))
     rows.append(Text(""))
@@ -94,9 +90,8 @@ def _totals(stats: Mapping[str, Any]) -> Iterator[Text]:
 def _model(model: Mapping[str, Any]) -> Iterator[Text]:
     slots, cache = model["slots"], model["cache"]
     busy = slots["prefilling"] + slots["decoding"]
-    yield Text.assemble(
-        (printable(model["id"]), "bold"), f"  {busy} of {slots['total']} slots, {model['waiting']} wait"
-    )
+    said = f"  {busy} of {slots['total']} slots, {model['waiting']} wait"
+    yield Text.assemble((printable(model["id"]), "bold"), said)
     budget = cache["budget_bytes"]
     sizes = [(cache["live_bytes"], "green"), (cache["stored_bytes"], "blue")]
     said = f" live {size_text(cache['live_bytes'])}, stored {size_text(cache['stored_bytes'])} of {size_text(budget)}"
@@ -168,15 +163,15 @@ def speeds_between(before: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[
     }
 
 
+@asking()
 def top(
-    url: Url = None,
-    api_key: Key = None,
+    server: AskedServer,
     interval: Annotated[float, typer.Option(min=0.2, max=3600)] = 1.0,
     once: Annotated[bool, typer.Option("--once")] = False,
     as_json: Json = False,
 ) -> None:
     """Draws a server's figures. Raises StartError."""
-    server = AskedServer(url, api_key, TIMEOUT_SECONDS)
+    server.timeout_seconds = TIMEOUT_SECONDS
     stats = server.get("/v1/stats")
     console = Console(highlight=False)
     if as_json:

@@ -5,9 +5,9 @@ time between its looks counts, and a long pause counts little: a machine that sl
 
 Where a C call never gives Python's lock back, that thread cannot run either. What then ends it needs no lock:
 
-- SIGTERM's handler is the C library's `alarm`, with the signal's number, 15, for its seconds.
-- SIGINT's number, 2, would be too few: its handler writes a stack to a pipe, which sends `PIPE_SIGNAL`, whose handler
-  is `alarm` too. A timer of C that the thread puts off writes to the same pipe.
+- Python's own handler writes a signal's number to a pipe, on any thread. The pipe sends `PIPE_SIGNAL`, whose
+  handler is the C library's `alarm`, with the signal's number for its seconds. A timer of C that the thread puts off
+  writes to the same pipe.
 - SIGALRM's handler writes every thread's stack, and is `_exit`, with 14 for its status.
 
 While the thread runs, it takes each such alarm back, and sets its own for a process that is to end.
@@ -89,10 +89,16 @@ class Hangs:
         self.post: Callable[[Callable[[], object]], object] = lambda act: None
         """Calls a function on the event loop, if that runs."""
         self._ages = WeakKeyDictionary[Engine, StepAge]()
+        self._is_lost = False
+        """Another machine is lost, and the process ends in a moment."""
 
     def look(self, gap_seconds: float) -> None:
         """Looks at every engine."""
         for name, engine in self.engines().items():
+            if engine.lost is not None and not self._is_lost:
+                self._is_lost = True
+                self.post(engine.fail_waiting)
+                end_soon(engine.lost)
             age = self._ages.setdefault(engine, StepAge(max(self._after_seconds, engine.start_seconds)))
             seconds, was_stuck = age.seconds, age.is_stuck
             age.look(engine.pulse, gap_seconds)
@@ -105,7 +111,8 @@ class Hangs:
                 log_stacks()
             elif was_stuck and not age.is_stuck:
                 logger.warning("%s works again: the step returned after %.0f s", name, seconds)
-            if self._exits and age.seconds > age.limit_seconds + FAREWELL_SECONDS:
+            exits = self._exits or engine.is_divided
+            if exits and age.seconds > age.limit_seconds + FAREWELL_SECONDS:
                 logger.critical("the process ends with status %d, to be started again", STUCK)
                 os._exit(STUCK)
 
@@ -125,11 +132,24 @@ class Hangs:
         return max((age.limit_seconds for age in self._ages.values()), default=0.0) if self._exits else 0.0
 
 
+def end_soon(why: str | None) -> None:
+    """Ends a process that waits for what will not come, once it has told so; with status 0 if no fault is named.
+
+    For any thread.
+    """
+    if why is not None:
+        logger.critical("%s: the process ends with status %d, to be started again", why, STUCK)
+    timer = threading.Timer(FAREWELL_SECONDS, os._exit, (0 if why is None else STUCK,))
+    timer.daemon = True
+    timer.start()
+
+
 def log_stacks() -> None:
-    """Logs what each thread of Python does, in a line each."""
+    """Logs what each thread of Python does, in a line each. Reads no file: a disk may be what hangs."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
-        calls = (f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in traceback.extract_stack(frame))
+        inmost_first = [(line, call.f_code) for call, line in traceback.walk_stack(frame)]
+        calls = (f"{Path(code.co_filename).name}:{line} {code.co_name}" for line, code in reversed(inmost_first))
         logger.critical("thread %s: %s", names.get(ident, ident), " > ".join(calls))
 
 
@@ -140,12 +160,12 @@ class Watchdog:
         """Main thread only, once in a process. `on_signal` is called at SIGTERM and Ctrl-C, on the thread."""
         self.hangs, self.on_signal = hangs, on_signal
         self._num_ends, self._progress = 0, object()
+        self._acts = dict[int, Callable[[], object]]()
         self._alarm_at = self._timer_at = 0.0
         libc = ctypes.CDLL(None)
         # Not the default action: it does nothing to the first process of a container.
         libc.signal(int(signal.SIGALRM), libc._exit)
         faulthandler.register(signal.SIGALRM, file=sys.__stderr__ or 2, chain=True)
-        libc.signal(int(signal.SIGTERM), libc.alarm)
         libc.signal(int(PIPE_SIGNAL), libc.alarm)
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
@@ -153,16 +173,18 @@ class Watchdog:
         fcntl.fcntl(self._read_end, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
         if sys.platform == "linux":
             fcntl.fcntl(self._read_end, fcntl.F_SETSIG, PIPE_SIGNAL)
+        self.take(signal.SIGTERM)
         with held_back():
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         # A stack is many writes, hence many signals: no other thread is to be interrupted.
         signal.pthread_sigmask(signal.SIG_BLOCK, {PIPE_SIGNAL})
 
-    def take_ctrl_c(self) -> None:
-        """From now on Ctrl-C is as SIGTERM. Main thread only."""
-        # Else asyncio would set a handler that needs Python's lock.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        faulthandler.register(signal.SIGINT, file=self._write_end, all_threads=False)
+    def take(self, number: signal.Signals, act: Callable[[], object] | None = None) -> None:
+        """From now on a signal has `act` called on the thread; without one it ends the process. Main thread only."""
+        self._acts[number] = act or self._heed
+        # Else asyncio would set handlers that need Python's lock.
+        signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
 
     def end(self) -> None:
         """The process is to end; each call is a sign of progress. For any thread."""
@@ -179,22 +201,24 @@ class Watchdog:
             looked = now
 
     def _set_alarm(self, now: float) -> None:
-        """Sets the thread's own alarm, and heeds a signal, which has set another."""
+        """Heeds signals, and sets the thread's own alarm in place of theirs."""
+        events = b""
+        with contextlib.suppress(BlockingIOError):
+            events = os.read(self._read_end, 1 << 20)
         progress = self._num_ends, self.hangs.progress
         if progress != self._progress:
             self._progress, self._alarm_at = progress, now + self.hangs.patience_seconds
         # Writing the stacks may hang: the second alarm ends the process at once.
         own = (max(self._alarm_at - now, 0.01), 1.0) if self._num_ends else (0.0, 0.0)
-        left, interval = signal.setitimer(signal.ITIMER_REAL, *own)
-        events = b""
-        with contextlib.suppress(BlockingIOError):
-            events = os.read(self._read_end, 1 << 20)
-        # `alarm` sets no interval. A timer that went off writes no "Stack": the thread has run all the same.
-        is_sigterm = not events and not interval and 0 < left <= signal.SIGTERM
-        if is_sigterm or b"Stack" in events:
-            self.end()
-            self._set_alarm(now)
-            self.on_signal()
+        signal.setitimer(signal.ITIMER_REAL, *own)
+        # A timer's events are words. SIGTERM and a Ctrl-C at once are one wish.
+        for act in dict.fromkeys(act for number, act in list(self._acts.items()) if number in events):
+            act()
+
+    def _heed(self) -> None:
+        self.end()
+        self._set_alarm(time.monotonic())
+        self.on_signal()
 
     def _set_timer(self, now: float) -> None:
         """With `--exit-when-stuck`, has C write to the pipe unless this is called again in time."""

@@ -1,7 +1,7 @@
 // The console: one page, a view for each question, told apart by the part of the address behind the #.
 
 import { Api } from "./lib/api.js";
-import { h, toast, update } from "./lib/dom.js";
+import { h, openDialog, toast, update } from "./lib/dom.js";
 import { clock, seconds } from "./lib/format.js";
 import { Live } from "./lib/live.js";
 import { view as chat } from "./views/chat.js";
@@ -21,33 +21,22 @@ const main = document.getElementById("main");
 const shown = new Map();
 let current = null;
 
-function askForKey(message) {
-  return new Promise((answer) => {
-    const field = h("input", { type: "password", name: "key", autocomplete: "current-password", required: true, id: "key" });
-    const dialog = h(
-      "dialog",
-      { "aria-labelledby": "key-title" },
-      h(
-        "form",
-        { method: "dialog" },
-        h("h2", { id: "key-title" }, message),
-        h("label", { for: "key" }, "Key"),
-        field,
-        h("p", { class: "hint" }, "It is kept until this tab is closed, and sent to this server only."),
-        h("menu", {}, h("button", { type: "submit", class: "primary" }, "Use it"), h("button", { type: "button", onclick: () => dialog.close() }, "Not now")),
-      ),
-    );
-    dialog.onclose = () => {
-      dialog.remove();
-      answer(dialog.returnValue === "given" ? field.value.trim() : null);
-    };
-    dialog.querySelector("form").onsubmit = (event) => {
-      event.preventDefault();
-      dialog.close("given");
-    };
-    document.body.append(dialog);
-    dialog.showModal();
-  });
+async function askForKey(message) {
+  const field = h("input", { type: "password", name: "key", autocomplete: "current-password", required: true, id: "key" });
+  const dialog = h(
+    "dialog",
+    { "aria-labelledby": "key-title" },
+    h(
+      "form",
+      { method: "dialog" },
+      h("h2", { id: "key-title" }, message),
+      h("label", { for: "key" }, "Key"),
+      field,
+      h("p", { class: "hint" }, "It is kept until this tab is closed, and sent to this server only."),
+      h("menu", {}, h("button", { value: "given", class: "primary" }, "Use it"), h("button", { type: "button", onclick: () => dialog.close() }, "Not now")),
+    ),
+  );
+  return (await openDialog(dialog)) === "given" ? field.value.trim() : null;
 }
 
 function route() {
@@ -106,7 +95,8 @@ function setTheme(name) {
   document.documentElement.dataset.theme = name;
   const button = document.getElementById("theme");
   button.textContent = THEMES[name];
-  button.setAttribute("aria-label", `Colours: ${THEMES[name]}`);
+  button.title = `Colours: ${THEMES[name]}`;
+  button.setAttribute("aria-label", button.title);
   try {
     localStorage.setItem("mlx-serve-theme", name);
   } catch {

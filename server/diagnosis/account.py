@@ -40,6 +40,12 @@ class EvaluatedTurn(Turn):
     lost: Cause | None = None
     """Why the cache holds nothing of the turn any more: it was cleared since, or the model unloaded."""
     request_id: str = ""
+    outline: Outline = NO_OUTLINE
+    """The prompt's."""
+    head_tokens: int = 0
+    """Of the leading system messages and the tools; 0 where unknown."""
+    note: tuple[int, str] | None = None
+    """What `find_moved_note` found when the newest question came."""
     is_neighbour: bool = False
     """The turn is of another conversation whose system messages differ only by a clock, say."""
 
@@ -57,6 +63,7 @@ class Rendered:
     prompt: Prompt
     tokens: TokenArray
     outline: Outline = NO_OUTLINE
+    heals: Sequence[Heal] = ()
 
     def miss_at(self, offset: int, lost_tokens: int, cause: Cause) -> Miss:
         """A loss that begins at a token."""
@@ -86,12 +93,12 @@ def explain(
     return Reuse(misses, min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0)
 
 
-def healed(previous: EvaluatedTurn | None, request: Rendered, heals: Sequence[Heal], hit: int) -> Healed:
-    """What `heals` saved: the tokens restored from where the prompt as sent would part first."""
+def healed(previous: EvaluatedTurn | None, request: Rendered, hit: int) -> Healed:
+    """What the request's heals saved: the tokens restored from where the prompt as sent would part first."""
     num_known = previous.num_prompt_tokens if previous is not None and not previous.is_neighbour else 0
     last = min(hit, len(previous.tokens)) if num_known and previous is not None else hit
     starts, saved = [*request.outline.starts, len(request.tokens), len(request.tokens)], [0]
-    for kind, index, num_after, is_new in heals if request.outline.starts else ():
+    for kind, index, num_after, is_new in request.heals if request.outline.starts else ():
         text_end, end = starts[index + 1 : index + 3]
         if kind is HealKind.CALLS and end > num_known:
             # A message's calls stand after its text, where the outline has the next one begin.
@@ -100,7 +107,7 @@ def healed(previous: EvaluatedTurn | None, request: Rendered, heals: Sequence[He
             # Without the tools the prompt parts at its first token.
             parts_at = 0 if kind is HealKind.COMPACTION else text_end - num_after // CHARACTERS_PER_TOKEN
             saved.append(hit - max(0, parts_at))
-    return Healed(tuple(dict.fromkeys(heal.kind for heal in heals)), max(saved))
+    return Healed(tuple(dict.fromkeys(heal.kind for heal in request.heals)), max(saved))
 
 
 def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:
@@ -151,7 +158,9 @@ def _misses(previous: EvaluatedTurn, request: Rendered, match: int, hit: int) ->
             by_state, by_change = 0, by_change + by_state
     if by_state:
         missing = Cause.NOT_RESTORABLE if match >= common else Cause.EVICTED
-        yield request.miss_at(hit, by_state, previous.lost or missing)
+        # The last tokens of an answer may be evaluated by nobody before the next request comes.
+        is_end = by_state <= EDGE_TOKENS and hit >= previous.num_prompt_tokens
+        yield request.miss_at(hit, by_state, previous.lost or (Cause.TEMPLATE if is_end else missing))
     if by_change and changes:
         yield replace(changes[0], token=common, lost_tokens=by_change)
         yield from changes[1:]
@@ -257,6 +266,12 @@ class Conversations:
         turns = [self._turns[other][-1] for other in later]
         own = (turn.tokens for turn in turns if turn.prompt.model == request.prompt.model)
         return len(request.tokens) + sum(len(tokens) - common_prefix_length(tokens, request.tokens) for tokens in own)
+
+    def turns_of(self, namespace: str | None, model: str | None = None) -> Iterator[tuple[Name, EvaluatedTurn]]:
+        """Kept turns, of one namespace or model if named, the latest conversation's latest turn first."""
+        for name, turns in reversed(self._turns.items()):
+            if namespace in (None, name.namespace):
+                yield from ((name, turn) for turn in reversed(turns) if model in (None, turn.prompt.model))
 
     def forget(self, namespace: str, conversation_id: str) -> None:
         """An unknown conversation is no error."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from itertools import cycle
+from itertools import cycle, dropwhile
 
 from models.output.pieces import KNOWN_MARKERS
 from models.texts import shared_length
@@ -131,14 +131,16 @@ def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
 
 
 def find_moved_note(earlier: Prompt, later: Prompt) -> tuple[int, str] | None:
-    """Where in `later` a note stands that stood at the end of `earlier` and is not left there.
+    """Where in `later` a note stands that stood beside the newest question of `earlier` and is not left there.
 
     A message's index, and its text without the note: empty if the whole message is the note.
     """
     start = shared_length(earlier.parts, later.parts)
     newest = next((at for at in reversed(range(len(later.parts))) if later.parts[at].role == "assistant"), -1) + 1
-    is_at_end = all(part.role in _ASKING for part in earlier.parts[start:])
-    if not is_at_end or not start < min(len(earlier.parts), newest):
+    answered = dropwhile(lambda part: part.role in _ASKING, earlier.parts[start:])
+    if any(part.role not in ("assistant", "tool") for part in answered) or not start < min(
+        len(earlier.parts), newest
+    ):
         return None
     one, other = earlier.parts[start], later.parts[start]
     alike = [at for at in range(newest, len(later.parts)) if later.parts[at].role == one.role]
@@ -150,6 +152,14 @@ def find_moved_note(earlier: Prompt, later: Prompt) -> tuple[int, str] | None:
         return (alike[-1], text[len(before) : len(text) - len(after)]) if is_around else None
     notes = [at for at in alike if is_version(one, later.parts[at])]
     return (notes[-1], "") if notes and len(later.parts) - newest > 1 else None
+
+
+def keeps_question(earlier: Prompt, later: Prompt) -> bool:
+    """Whether only replies and results of tools follow an unchanged prompt."""
+    new = later.parts[len(earlier.parts) :]
+    return later.parts[: len(earlier.parts)] == earlier.parts and all(
+        part.role in ("assistant", "tool") for part in new
+    )
 
 
 def _is_compaction(earlier: Turn, later: Prompt) -> bool:
@@ -236,7 +246,12 @@ class _MessageDiff:
         if len(theirs) <= len(ours) and ours[: len(theirs)] == theirs:
             return []
         if self._is_related or self._prompt.parts == theirs[: len(self._prompt.parts)]:
-            return [change for block in self._blocks() for change in self._changes_of(*block)]
+            changes = list[Miss]()
+            for block in self._blocks():
+                if self._has_gone_on(*block):
+                    return [*changes, _change(Cause.NOTE, block[2], ours[block[0]])]
+                changes += self._changes_of(*block)
+            return changes
         head, num_head = self.volatile_head(), self._later.num_head
         if is_flattened(self._earlier, self._later):
             return [*head, _change(Cause.FLATTENED, num_head, *self._firsts)]
@@ -283,7 +298,7 @@ class _MessageDiff:
 
     def _blocks(self) -> Iterator[tuple[int, int, int, int]]:
         head = shared_length(self._ours, self._theirs)
-        if num_moved := self._num_moved(head):
+        if num_moved := self._num_moved(head) or self._num_drawn(head):
             yield head, head + num_moved, head, head + num_moved
             head += num_moved
         ours, theirs = self._ours[head:], self._theirs[head:]
@@ -305,6 +320,17 @@ class _MessageDiff:
             if not any(seen.values()):
                 return number
         return 0
+
+    def _num_drawn(self, start: int) -> int:
+        """Number of messages in front, some in other places, where all that follow them stay in theirs."""
+        pairs = list(zip(self._prompt.parts[start:], self._theirs[start:], strict=False))
+        stop = max((number for number, (part, other) in enumerate(pairs, 1) if part != other), default=0)
+        stop += stop % 2
+        ours, theirs = (self._prompt.parts[start : start + stop], self._theirs[start : start + stop])
+        has_moved = any(part in theirs and theirs.index(part) != at for at, part in enumerate(ours))
+        is_in_front = start + stop < len(self._prompt.parts) <= len(self._theirs)
+        is_drawn = has_moved and is_in_front and self._are_examples(start, start + stop, start, start + stop)
+        return stop if is_drawn else 0
 
     def _changes_of(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
         """Yields versions of messages, then added or removed ones."""
@@ -328,6 +354,14 @@ class _MessageDiff:
         elif j1 < j2 and i1 < len(ours) and (part := theirs[j1]) not in ours:
             yield _miss(Cause.INSERTED, j1, part.role, "", excerpt(part.shown, 0))
         yield from tail
+
+    def _has_gone_on(self, i1: int, i2: int, j1: int, j2: int) -> bool:
+        """Whether the newest question or its reply stands before messages now that stood before the question."""
+        last, new, reply = len(self._prompt.parts) - 1, self._theirs[j1:j2], self._earlier.reply
+        if i1 > last or (i1 < i2 and (i1 == last or (j1 < j2 and self._is_pair(i1, j1)))):
+            return False
+        is_answered = self._earlier.is_answered and reply in new
+        return is_answered or any(self._has_shed_a_note(last, part) for part in new)
 
     def _change_of_all(self, i1: int, i2: int, j1: int, j2: int) -> Cause | None:
         """What became of several messages together."""

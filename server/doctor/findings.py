@@ -63,6 +63,8 @@ class Checkup:
     """First and last, in seconds since 1970."""
     healed_tokens: int = 0
     """Restored since the prompt was shown otherwise than sent."""
+    rounded_tokens: int = 0
+    """Restored from state in 8 bits."""
     repeated_call: RepeatedCall | None = None
 
     @property
@@ -196,8 +198,9 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
     linked = [_linked(turn, number) for number, turn in enumerate(turns, num_turns - len(turns) + 1)]
     times = float(session["created"]), float(session["last_used"])
     repeated = RepeatedCall(**call) if (call := session.get("repeated_call")) else None
-    checkup, healed_tokens = checkup_from(str(session["id"]), linked, repeated), int(session.get("healed_tokens", 0))
-    return replace(checkup, num_turns=num_turns, times=times, healed_tokens=healed_tokens)
+    checkup = replace(checkup_from(str(session["id"]), linked, repeated), num_turns=num_turns, times=times)
+    healed_tokens, rounded_tokens = (int(session.get(name, 0)) for name in ("healed_tokens", "rounded_tokens"))
+    return replace(checkup, healed_tokens=healed_tokens, rounded_tokens=rounded_tokens)
 
 
 def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:

@@ -8,6 +8,7 @@ every line has one, else of the file. Requests are compared as by a server whose
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from models.errors import InvalidParameter, told_as
 from models.prompt.shapes import Outline, with_constant_header
 from server.api.sessions import resolve_line
 from server.app.config import StartError
-from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
+from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain, healed
 from server.diagnosis.compare import thoughts_apart
 from server.diagnosis.prompt import Part, Prompt, RepeatedCall, part_of, prompt_of, repeated_call
 from server.doctor.findings import Checkup, LinkedTurn, checkup_from, losses_of
@@ -158,6 +159,7 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
     per_token = reader.characters_per_token
     visits: dict[Name, list[LinkedTurn]] = {}
     repeated: dict[Name, RepeatedCall | None] = {}
+    saved = Counter[Name]()
     conversations = Conversations(MAX_BYTES, is_of_one_owner=True)
     known: dict[tuple[str, str], TokenTrie[TokenNode]] = {}
     for number, request in enumerate(requests):
@@ -169,6 +171,7 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
         state = known.setdefault((turn.prompt.model, turn.prompt.namespace), TokenTrie(TokenNode))
         hit = min(state.match(rendered.tokens).length, len(rendered.tokens) - 1)
         reuse = explain(previous, rendered, match=hit, hit=hit)
+        saved[name] += healed(previous, rendered, hit).saved_tokens
         losses = losses_of(len(turns) + 1, reuse.misses, lambda lost: lost // per_token)
         turns.append(LinkedTurn(request_id, previous.request_id if previous else None, losses, reuse.kept))
         said = turn.prompt.parts if turn.reply is None else (*turn.prompt.parts, turn.reply)
@@ -176,10 +179,11 @@ def checkups_of(requests: Iterable[Recorded], reader: Reader | None = None) -> l
         conversations.record(name, replace(turn, request_id=request_id))
         state.extend(state.root, turn.tokens)
     unnamed = itertools.count(1)
-    return [
+    checkups = (
         checkup_from(name.id if name.is_named else f"(unnamed {next(unnamed)})", turns, repeated[name])
         for name, turns in visits.items()
-    ]
+    )
+    return [replace(one, healed_tokens=saved[name]) for one, name in zip(checkups, visits, strict=True)]
 
 
 def characters_of(prompt: Prompt, reply: Part | None = None) -> TokenArray:

@@ -33,6 +33,8 @@ PRIOR_RATES = {
 
 REVERSION = 0.01
 """How far a row's rates of a drafter return to those of all rows, each token."""
+MIN_RATE = 0.02
+"""A draft ends before a token that is less likely to be reached and accepted."""
 
 
 class AcceptanceRates:
@@ -84,7 +86,7 @@ class Proposer(ABC):
     def classes(self, limit: int, num_ahead: int) -> Sequence[int]:
         """Classes of a draft's tokens, if `num_ahead` more tokens agree before them."""
 
-    def net_rates(self, limit: int, minimum: float, num_ahead: int = 0) -> list[float]:
+    def net_rates(self, limit: int, minimum: float = MIN_RATE, num_ahead: int = 0) -> list[float]:
         """For each token of a draft, the rate at which all up to it are accepted, less the cost of drafting it.
 
         Ends before a rate below `minimum`.
@@ -143,7 +145,7 @@ class ForcedTokens(FollowedText):
         self.source = self._text.source if goes_on else DraftSource.GRAMMAR
         return others if goes_on else forced
 
-    def net_rates(self, limit: int, minimum: float, num_ahead: int = 0) -> list[float]:
+    def net_rates(self, limit: int, minimum: float = MIN_RATE, num_ahead: int = 0) -> list[float]:
         """Net rates as any proposer gives them."""
         rates = super().net_rates(limit, minimum, num_ahead)
         num_tokens = num_ahead + len(rates)

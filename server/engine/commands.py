@@ -9,7 +9,7 @@ import numpy as np
 
 from cache.memory_tier import PinName
 from cache.types import TokenArray
-from cache.views import CacheView, EdgeDetail, NamespaceView, view, view_edge, view_namespaces
+from cache.views import CacheView, EdgeDetail, NamespaceView, Traced, trace, view, view_edge, view_namespaces
 from server.engine.worker import Worker
 
 
@@ -56,6 +56,11 @@ def describe_edge(worker: Worker, namespace: str, number: int, max_tokens: int) 
     return view_edge(worker.prefix_cache, namespace, number, max_tokens)
 
 
+def trace_prompts(worker: Worker, namespace: str, prompts: Sequence[TokenArray]) -> list[tuple[Traced, Traced]]:
+    """The edges of each prompt in memory and on disk."""
+    return trace(worker.prefix_cache, namespace, prompts)
+
+
 def list_namespaces(worker: Worker) -> list[NamespaceView]:
     """Each namespace's sums, the most bytes first."""
     return view_namespaces(worker.prefix_cache)
@@ -92,11 +97,18 @@ def forget_session(worker: Worker, namespace: str, session_id: str) -> None:
     worker.state.forget(namespace, session_id)
 
 
-def pin_turn(worker: Worker, namespace: str, label: str, prompt: TokenArray, reply: Sequence[int]) -> None:
-    """Pins a turn that will soon go on, unless a running request needs the memory."""
+def pin_turn(
+    worker: Worker, namespace: str, label: str, prompt: TokenArray, reply: Sequence[int], now: float
+) -> None:
+    """Pins a turn that will soon go on, unless a running request needs the memory; `now` as `Worker.now`."""
     tokens = np.concatenate([prompt, np.array(reply, np.int32)])
     name = PinName(namespace, label, is_soft=True)
-    worker.prefix_cache.pins.pin(name, tokens, worker.now() + PIN_SECONDS)
+    worker.prefix_cache.pins.pin(name, tokens, now + PIN_SECONDS)
+
+
+def resize(worker: Worker, budget_bytes: int) -> int:
+    """Changes the budget for state, unless running requests exceed it: returns by how many bytes."""
+    return worker.prefix_cache.try_resize(budget_bytes)
 
 
 def limit_idle(worker: Worker, max_bytes: int) -> None:

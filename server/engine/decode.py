@@ -15,8 +15,10 @@ more step, so that the next turn can restore that token.
 """
 
 import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from models.errors import GrammarFailed, RowLost
 from models.output.grammar import MaskWords, allows
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from models.inference.runner import DecodeStep
 
 logger = logging.getLogger(__name__)
+
+Seconds: TypeAlias = Listed[Listed[float]]
 
 MAX_KNOWN_TOKENS = 8
 """A row with more evaluates them first: a rejected draft may add to them."""
@@ -44,6 +48,8 @@ class DecodePipeline:
         """Prepared or launched, and not read."""
         self._sequences: list[Sequence] = []
         """The sequences of that step."""
+        self._notes: list[tuple[Callable[..., None], tuple[float, ...]]] = []
+        """What the planner of drafts has to learn before the next step, and the seconds of it."""
         self._left_seconds: float | None = None
         """What the last plain step's end took, if a step with drafts was to follow it at once."""
 
@@ -56,6 +62,8 @@ class DecodePipeline:
     def step(self) -> None:
         """Launches the next step and reads the one before; a long one is read too."""
         begun = self._clock()
+        if any(one.is_suspect for one in self._sequences):
+            self.read()  # a step of another suspect, which fails, must not take this one with it again and again
         if self._in_flight is None:
             self._step_known(begun)
         elif self._may_pay(sequences := self.next_sequences()):
@@ -67,7 +75,9 @@ class DecodePipeline:
             looked = self._clock()
             self._step(sequences)
             if sequences and self._speculation is not None:
-                self._speculation.observe_plain(len(sequences), self._clock() - looked, looked - begun)
+                self._note(
+                    self._speculation.observe_plain, len(sequences), took=(self._clock() - looked, looked - begun)
+                )
 
     def _step_known(self, begun: float) -> None:
         """A step before which all tokens are known."""
@@ -78,12 +88,13 @@ class DecodePipeline:
         accepted = self._step(sequences)
         if max(fed, default=1) > 1:
             if accepted is not None and self._speculation is not None:
-                drafting, seconds = list(map(_drafting, sequences)), self._clock() - begun
-                self._speculation.learn(drafting, fed, drafted, accepted, seconds)
+                drafting, took = list(map(_drafting, sequences)), self._clock() - begun
+                self._note(self._speculation.learn, drafting, fed, drafted, accepted, took=(took,))
             return
         if self._left_seconds is not None and self._speculation is not None and sequences:
             # Where drafts ended plain steps, end and beginning together outlast a step.
-            self._speculation.observe_resumed(len(sequences), self._left_seconds + self._clock() - begun)
+            took = self._left_seconds + self._clock() - begun
+            self._note(self._speculation.observe_resumed, len(sequences), took=(took,))
         self._left_seconds = None
 
     def _step(self, sequences: list[Sequence]) -> list[int] | None:
@@ -125,6 +136,22 @@ class DecodePipeline:
         """Takes back the launched step, which may have failed."""
         self._in_flight, self._sequences = None, []
 
+    # -- what drafts cost
+
+    def _note(self, learn: Callable[..., None], *what: object, took: tuple[float, ...]) -> None:
+        self._notes.append((partial(learn, *what), took))
+
+    @property
+    def seconds(self) -> list[tuple[float, ...]]:
+        """What the step before took, by each note of it."""
+        return [took for _, took in self._notes]
+
+    def learn(self, seconds: Seconds) -> None:
+        """Has the planner of drafts learn what the step before was, and that it took so long."""
+        notes, self._notes = self._notes, []
+        for (learn, _), took in zip(notes, seconds, strict=True):
+            learn(*took)
+
     # -- plan
 
     def _may_pay(self, sequences: list[Sequence]) -> bool:
@@ -154,7 +181,8 @@ class DecodePipeline:
         if not sequence.is_drafted_for or num_known > MAX_KNOWN_TOKENS or lease is None:
             return 0
         left_tokens = sequence.request.max_tokens - len(sequence.output.tokens)
-        return max(0, min(left_tokens - 1, lease.spare_tokens - num_known, self._runner.max_feed_tokens - num_known))
+        most = min(lease.spare_tokens, self._runner.abilities.max_feed_tokens) - num_known
+        return max(0, min(left_tokens - 1, most))
 
     def _predict(self, sequences: list[Sequence], wanted: list[int]) -> list[list[int]]:
         """What the drafter drafts; nothing if it fails: the step then shows whose state has survived."""
@@ -167,7 +195,7 @@ class DecodePipeline:
             for sequence in sequences:
                 _drafting(sequence).drafter = None
             return [[] for _ in sequences]
-        self._speculation.observe_drafter(wanted, self._clock() - begun)
+        self._note(self._speculation.observe_drafter, wanted, took=(self._clock() - begun,))
         return drafts
 
     def _is_given(self, sequence: Sequence, draft: list[int]) -> bool:
@@ -184,18 +212,19 @@ class DecodePipeline:
     # -- launch
 
     def _launch(self, sequences: list[Sequence], previous: "DecodeStep | None") -> None:
-        known = [(one, one.row.known) for one in sequences if one.row.known]
+        rows, known, is_bound = list[Any](), list[tuple[Sequence, list[int]]](), False
         for sequence in sequences:
+            rows.append(sequence.row)
+            is_bound |= sequence.output.is_bound
+            if sequence.row.known:
+                known.append((sequence, sequence.row.known))
             # Else its token is sampled by `previous`, which is not read.
-            if not sequence.row.known and (forced := sequence.output.forced_token()) is not None:
+            elif (forced := sequence.output.forced_token()) is not None:
                 sequence.row.known = [forced]
-                self._force(sequence, [*sequence.output.tokens, forced])
-        step = self._runner.prepare(
-            [sequence.row for sequence in sequences],
-            previous,
-            samples=not [one for one in sequences if one.output.is_bound],
-            spare_bytes=self._table.prefix_cache.reclaimer.spare_bytes,
-        )
+                generated = [*sequence.output.tokens, forced]
+                self._runner.force(sequence.row, prompt=sequence.request.tokens, generated=generated)
+        spare_bytes = self._table.prefix_cache.reclaimer.spare_bytes
+        step = self._runner.prepare(rows, previous, samples=not is_bound, spare_bytes=spare_bytes)
         if self._runner.take_change():
             self._table.prefix_cache.pager.measure_running()
         for sequence, tokens in known if not step.is_long else ():
@@ -204,10 +233,6 @@ class DecodePipeline:
         self._in_flight, self._sequences = step, sequences
         if self._runner.overlaps:
             self._runner.start(step)
-
-    def _force(self, sequence: Sequence, generated: list[int]) -> None:
-        """Has a row sample on after `generated`, whatever was sampled."""
-        self._runner.force(sequence.row, prompt=sequence.request.tokens, generated=generated)
 
     # -- sample
 
@@ -280,7 +305,7 @@ class DecodePipeline:
     def _try_force(self, sequence: Sequence) -> None:
         """Has a row sample on after the output, whose last token was not sampled."""
         try:
-            self._force(sequence, sequence.output.tokens)
+            self._runner.force(sequence.row, prompt=sequence.request.tokens, generated=sequence.output.tokens)
         except Exception as error:  # of the device, while penalties are made anew
             self._table.fail_step(sequence, error)
 
@@ -288,6 +313,7 @@ class DecodePipeline:
 
     def _recover(self, sequences: list[Sequence], error: Exception) -> None:
         """Replays every row without its live state, unless it alone can be at fault. Raises DeviceLost."""
+        self._table.check(error)
         self.forget()
         self._runner.drain()
         is_long = any(one.row.num_fed > 1 for one in sequences)

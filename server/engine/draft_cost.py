@@ -1,7 +1,8 @@
 """What a step with drafts costs, and how much time drafts may still lose. Pure.
 
 Costs of model calls are measured at load; plain steps, and what drafts add to a step, while serving, from every step
-of the engine, measured whole. A *stall* is a step that waited for something else than its work.
+of the engine, measured whole. A *stall* is a step that waited for something else than its work. Each rule here is one
+without which some line of the table in `docs/benchmarks.md` is slower.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ MAX_STEP_TOKENS = 4096
 """Most tokens of all rows that a step's cost is learned for; more cost as much."""
 CORRECTION = 0.2
 """By which part of its error an estimate is corrected."""
-STALL = 1.5
+_STALL = 1.5
 """A step this much slower than expected is a stall, unless the step before was as slow."""
 _PLAIN_CORRECTION = 0.15
 _MIN_SLOPE = 0.005
@@ -31,13 +32,12 @@ _FIRST_BUDGET = 3.0
 _MAX_BUDGET = 16.0
 _FIRST_DEFICIT = 2.0
 _MAX_DEFICIT = 16.0
+"""In plain steps."""
 _INCOME = 0.0075
-"""In plain steps; the last is the part of all time that drafts may lose."""
+"""The part of all time that drafts may lose."""
 _LOOKUP_SHARE = 0.015
 _MAX_LOOKUP = 0.1
 """What looking drafts up may take of each plain step, and what one look-up counts at most."""
-_MAX_UNMEASURED_STEPS = 64
-"""Steps with drafts after which `_NUM_FIRST_STEPS` plain ones are measured again."""
 
 
 class StallFilter:
@@ -48,7 +48,7 @@ class StallFilter:
 
     def filtered(self, seconds: float, expected: float) -> float:
         """Takes a step; returns its seconds, fewer after a stall."""
-        limit, self._last = max(self._last, STALL), seconds / expected
+        limit, self._last = max(self._last, _STALL), seconds / expected
         return min(self._last, limit) * expected
 
 
@@ -65,8 +65,6 @@ class StepCost:
         seconds = np.append(seconds, seconds[-1] + slope * (MAX_STEP_TOKENS - widths[-2]))
         self.calls: list[float] = np.interp(range(MAX_STEP_TOKENS + 1), widths, seconds).tolist()
         """The cost of a model call, by its tokens."""
-        self.min_token = float(np.diff(self.calls[1:]).min())
-        """The least that a token adds."""
         self._plain: dict[int, tuple[float, int, StallFilter]] = {}
 
     def plain(self, num_rows: int) -> float:
@@ -81,14 +79,13 @@ class StepCost:
     def observe_plain(self, num_rows: int, seconds: float) -> None:
         """Takes a plain step."""
         mean, num_steps, stalls = self._plain.get(num_rows, (seconds, 0, StallFilter()))
-        seconds = stalls.filtered(seconds, mean)
-        is_first = num_steps < _NUM_FIRST_STEPS
-        mean = min(mean, seconds) if is_first else mean + _PLAIN_CORRECTION * (seconds - mean)
+        is_first, change = num_steps < _NUM_FIRST_STEPS, stalls.filtered(seconds, mean) - mean
+        mean += min(change, 0.0) if is_first else _PLAIN_CORRECTION * change
         self._plain[num_rows] = mean, num_steps + 1, stalls
 
 
 class AddedCost:
-    """What drafts add to steps of about so many rows: a regression over the last steps. In plain steps.
+    """What drafts add to steps: a regression over the last ones. In plain steps.
 
     A call with drafts takes `call` longer than at load, a drafted token `scale` times as long. The measurement at
     load counts little.
@@ -102,7 +99,7 @@ class AddedCost:
         self._sums = [0.0] * 5
 
     def observe_plain(self) -> None:
-        """Takes a plain step: earlier steps with drafts count less."""
+        """Takes a plain step: earlier steps with drafts count less, so that they are tried again."""
         self._sums = [_PLAIN_DECAY * value for value in self._sums]
 
     def observe_resumed(self, lost: float) -> None:
@@ -123,12 +120,10 @@ class AddedCost:
         calls, added, over_added = calls + _CALL_PRIOR, added + _SCALE_PRIOR, over_added + _SCALE_PRIOR
         self.call = max(0.0, (over_calls * added - over_added * both) / (calls * added - both * both))
         self.scale = max(0.0, (over_added - self.call * both) / added)
-        if not self.scale:
-            self.call = max(0.0, over_calls / calls)
 
 
 class OverheadBudget:
-    """How much time drafts may still lose in steps of about so many rows. In plain steps.
+    """How much time drafts may still lose. In plain steps.
 
     Whatever was expected, drafts pay what they lose from a budget, to which steps that gain, and plain steps, add. A
     drafter has a budget of its own: what it loses keeps no text from being followed. A deficit is limited, at first
@@ -142,13 +137,10 @@ class OverheadBudget:
         self._max_deficits = [_FIRST_DEFICIT, _FIRST_DEFICIT]
         """Doubled by a step that leads beyond it, halved by each that gains."""
         self._lookup_overrun = 0.0
-        self._num_unmeasured = _MAX_UNMEASURED_STEPS
-        """Steps with drafts since enough plain ones came in a row."""
-        self._num_plain = 0
 
     def left(self, of_drafter: bool) -> float:
         """What the drafter, or else a followed text, may make the next step take longer than a plain one."""
-        return self._budgets[of_drafter] if self._num_unmeasured < _MAX_UNMEASURED_STEPS else 0.0
+        return self._budgets[of_drafter]
 
     @property
     def may_look_up(self) -> bool:
@@ -157,15 +149,8 @@ class OverheadBudget:
 
     def observe_plain(self, lookup: float) -> None:
         """Takes a plain step, beside which drafts were looked up for so long."""
-        self._num_plain += 1
-        if self._num_plain >= _NUM_FIRST_STEPS:
-            self._num_unmeasured = 0
         self._lookup_overrun = max(0.0, self._lookup_overrun + min(lookup, _MAX_LOOKUP) - _LOOKUP_SHARE)
         self._budgets = [min(left + _INCOME, max(left, _FIRST_BUDGET)) for left in self._budgets]
-
-    def observe_drafted(self) -> None:
-        """Takes a step with drafts."""
-        self._num_plain, self._num_unmeasured = 0, self._num_unmeasured + 1
 
     def lose(self, lost: float, *, of_drafter: bool) -> None:
         """Takes what leaving and resuming plain steps lost."""

@@ -6,7 +6,7 @@
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -79,8 +79,15 @@ class _Text:
 class Embeddings:
     """Texts that have no vector yet."""
 
-    def __init__(self, embedder: "Embedder", reclaimer: Reclaimer, chunk_tokens: int) -> None:
-        self._embedder = embedder
+    def __init__(
+        self,
+        embedder: "Embedder",
+        reclaimer: Reclaimer,
+        chunk_tokens: int,
+        check: Callable[[Exception], None] = check_device,
+    ) -> None:
+        """`check` raises DeviceLost for an error after which nothing can be evaluated."""
+        self._embedder, self._check = embedder, check
         self._reclaimer = reclaimer
         self._chunk_tokens = chunk_tokens
         self._texts: list[_Text] = []
@@ -89,6 +96,11 @@ class Embeddings:
     @property
     def has_work(self) -> bool:
         return bool(self._texts)
+
+    @property
+    def progress(self) -> list[tuple[int, int]]:
+        """The place and offset of each text."""
+        return [(text.place, text.offset) for text in self._texts]
 
     def add(self, job: EmbeddingJob) -> None:
         """Queues the texts."""
@@ -128,7 +140,7 @@ class Embeddings:
             else:
                 self._embed_together(texts)
         except Exception as error:  # of an architecture, or of the device: the other requests go on
-            check_device(error)
+            self._check(error)
             self.give_way()
             self._try_again(dict.fromkeys([text.job for text in texts]), error)
             return is_out_of_memory(error)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import queue
+import secrets
 import threading
 import time
 import weakref
@@ -24,28 +25,36 @@ from cache.budget import Journal, Tell
 from cache.disk import model_folders
 from cache.disk.folder import DiskStore
 from cache.disk.tier import DiskTier
-from cache.layers.layout import CHUNK_TOKENS
+from cache.history import SALT_BYTES
+from cache.layers.layout import CHUNK_TOKENS, Layout, StoredForm
+from cache.layers.state import count_by_size
 from cache.prefix_cache import PrefixCache
 from models.adapter import NO_ADAPTER
+from models.errors import InvalidParameter
 from models.formats import Reading, Vector
 from models.inference.drafters import drafter_of
 from models.inference.embedding import Embedder
 from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
+from models.output.grammar import Grammar
+from models.ranks import ONE_RANK, Ranks
 from models.vision.features import Encoder
-from server.engine.commands import give_back
+from server.engine.commands import give_back, resize
 from server.engine.embeddings import EmbeddingJob
 from server.engine.messages import Generation, Mailbox
+from server.engine.ranks import FollowingRank, LeadingRank, message_of
 from server.engine.request import (
     DeviceLost,
     DraftSource,
+    EngineError,
     EngineStats,
     EngineStopped,
     EngineStuck,
     Failed,
     GenerationRequest,
     QueueFull,
+    RankLost,
     TokenArray,
 )
 from server.engine.scheduler import QueuePace
@@ -80,8 +89,6 @@ class EngineConfig:
     """For the state of past tokens, live and stored."""
     context_tokens: int = 4096
     """Prompt and output together."""
-    feature_bytes: int = 0
-    """The part of `budget_bytes` for the features of pictures."""
     token_operations: float = 1.0
     """Floating-point operations of a prompt token, about."""
     chunk_tokens: int = CHUNK_TOKENS
@@ -90,6 +97,8 @@ class EngineConfig:
     """Requests that may wait beyond those that run."""
     shares_heads: bool = True
     """Running sequences hold a beginning in common once."""
+    rounds_stored: bool = False
+    """Stored state in 8 bits, where the model allows it."""
     speculates: bool = True
     disk_folder: Path | None = None
     disk_bytes: int = 0
@@ -99,9 +108,12 @@ class EngineConfig:
 class _Message(NamedTuple):
     """Both parts run on the worker thread."""
 
-    handle: Callable[[Worker], None]
+    handle: Callable[[Worker], object]
+    """Returns False where it did nothing."""
     refuse: Callable[[EngineStopped], object] = lambda _: None
     """Answers in place of a worker that has ended."""
+    told: list[Any] | None = None
+    """What other machines are to handle: see `message_of`."""
 
 
 class Engine:
@@ -117,10 +129,15 @@ class Engine:
     stuck_seconds: float | None = None
     """How long one step has lasted, where that is a hang. Whoever sets it then calls `fail_waiting`."""
     num_stuck = 0
+    _leader: LeadingRank | None = None
+    lost: str | None = None
+    """Why the process must end: another machine that holds the model is lost. For any thread, as `stuck_seconds`."""
 
-    def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig) -> None:
+    def __init__(
+        self, make_worker: Callable[[], Worker], config: EngineConfig, leader: LeadingRank | None = None
+    ) -> None:
         """`make_worker` runs on the worker thread, which owns all that is made on the device."""
-        self._make_worker, self._config = make_worker, config
+        self._make_worker, self._config, self._leader = make_worker, config, leader
         self._parks = False
         self._kept: EngineState | None = None
         self._messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
@@ -142,55 +159,38 @@ class Engine:
         self._stats, self._journal = EngineStats(), Journal()
 
     @classmethod
-    def for_model(cls, loaded: LoadedModel, config: EngineConfig, kept: EngineState | None = None) -> "Engine":
+    def for_model(
+        cls,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        kept: EngineState | None = None,
+        ranks: Ranks = ONE_RANK,
+        leader: LeadingRank | None = None,
+    ) -> "Engine":
         """An engine to be started.
 
-        Consumes `kept`, what the last engine left; state of other weights, tokenizer or precision is dropped.
+        Consumes `kept`, what the last engine left; state of other weights, tokenizer or precision is dropped. With
+        several `ranks` a `leader` leads those of the others, which `follow`.
         """
-        if kept is not None and kept.fingerprint != loaded.state_fingerprint:
+        if kept is not None and kept.fingerprint != _identity(loaded, kept.prefix_cache.layout.form):
             logger.warning("the files of %s have changed: its conversations begin anew", loaded.name)
             kept.prefix_cache.clear()
             kept = None
 
-        vision = loaded.vision
-
-        def make_worker() -> Worker:
-            runner = Runner(
-                loaded.model,
-                vocab_size=loaded.vocab_size,
-                adapters=loaded.adapters,
-                drafter=drafter_of(loaded),
-                encoder=None
-                if vision is None
-                else Encoder(vision.tower, config.token_operations, config.feature_bytes),
-                vision_inputs=None if vision is None else vision.inputs,
-                shares_heads=config.shares_heads,
-                drafts=config.speculates,
-            )
-            if loaded.no_draft:
-                runner.drafts_form += f"; {loaded.no_draft}"
-            state = _state_of(runner, config, loaded, kept)
-            token_seconds = _calibrate(runner, state.prefix_cache)
-            give_back()  # buffers left by reading the weights and trying the model
-            worker = Worker(
-                runner,
-                state,
-                lambda: StreamDecoder(loaded.detokenizer),
-                eos_token_ids=loaded.eos_token_ids,
-                chunk_tokens=config.chunk_tokens,
-                expected_tokens=EXPECTED_TOKENS,
-                clock=time.monotonic,
-                embedder=Embedder(loaded.model, loaded.adapters),
-                speculation=_speculation(runner, state.prefix_cache, loaded),
-            )
-            if runner.overlaps:
-                worker.use_long_chunks()
-            worker.token_seconds = token_seconds
-            return worker
-
-        return cls(make_worker, config)
+        return cls(partial(_make_worker, loaded, config, kept, ranks), config, leader)
 
     # ---------------------------------------------------------------------------------------------- lifecycle
+
+    def follow(self, follower: FollowingRank, compile_grammar: Callable[[Grammar], Any]) -> None:
+        """Does on this thread what another machine's engine leads, until that ends. Raises what a step raises."""
+        worker = self._make_worker()
+        follower.follow(worker, compile_grammar)
+        worker.stop()
+
+    @property
+    def is_divided(self) -> bool:
+        """Other machines hold parts of the model."""
+        return self._leader is not None
 
     @property
     def is_running(self) -> bool:
@@ -246,9 +246,11 @@ class Engine:
             )
         generation = Generation(partial(self._cancel, request.request_id), self._mailbox_here())
         self._generations.add(generation)
-        fitted = replace(request, max_tokens=min(request.max_tokens, left_tokens))
+        fitted = replace(request.seeded, max_tokens=min(request.max_tokens, left_tokens))
         message = _Message(
-            lambda worker: worker.submit(fitted, generation), lambda error: generation.post([Failed(error)])
+            lambda worker: worker.submit(fitted, generation),
+            lambda error: generation.post([Failed(error)]),
+            self._told("submit", fitted),
         )
         if request.is_idle_work:  # not counted
             self._put(message)
@@ -259,7 +261,7 @@ class Engine:
 
     def _cancel(self, request_id: str) -> None:
         """A cancel that comes too late has no effect. For any thread."""
-        self._messages.put(_Message(lambda worker: worker.cancel(request_id)))
+        self._messages.put(_Message(lambda worker: worker.cancel(request_id), told=self._told("cancel", request_id)))
 
     def _mailbox_here(self) -> Mailbox:
         loop = asyncio.get_running_loop()
@@ -275,7 +277,8 @@ class Engine:
         if not self.is_running:
             raise EngineStopped("the engine is not running")
         job = EmbeddingJob(texts, reading, adapter)
-        self._put(_Message(lambda worker: worker.embed(job), job.settle), self._count_request)
+        told = self._told("embed", [*texts], reading, adapter)
+        self._put(_Message(lambda worker: worker.embed(job), job.settle, told), self._count_request)
         job.vectors.add_done_callback(lambda _: self._request_ended())
         return await self._result_of(job.vectors)
 
@@ -300,57 +303,71 @@ class Engine:
         result = asyncio.wrap_future(future)
         self._results.add(result)
         try:
-            return await result
+            # What other machines do too goes on without its client: here alone it would part them.
+            return await (asyncio.shield(result) if self.is_divided else result)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            raise EngineStuck(self.stuck_seconds or 0.0) from None
+            raise (self._hindrance or EngineStuck(0.0)) from None
         finally:
             self._results.discard(result)
 
     def fail_waiting(self) -> None:
-        """Gives all who wait for a stuck engine an error, and takes back what they asked for."""
-        if (seconds := self.stuck_seconds) is not None:
+        """Gives all who wait for a stuck or lost engine an error, and takes back what they asked for."""
+        if (error := self._hindrance) is not None:
             for generation in list(self._generations):
-                generation.fail(EngineStuck(seconds))
+                generation.fail(error)
             for result in list(self._results):
                 result.cancel()
+
+    @property
+    def _hindrance(self) -> EngineError | None:
+        """Why the engine answers nobody for now."""
+        if self.lost is not None:
+            return RankLost(self.lost)
+        return None if self.stuck_seconds is None else EngineStuck(self.stuck_seconds)
+
+    def _lose(self, why: str) -> None:
+        self.lost = self.lost or why
 
     async def try_resize(self, budget_bytes: int) -> int:
         """Changes the budget for state, unless running requests exceed it: returns by how many bytes."""
         own_bytes = max(budget_bytes - _bytes_aside(self._config), budget_bytes // 2)
-        return await self.execute(lambda worker: worker.prefix_cache.try_resize(own_bytes))
+        return await self.execute(resize, own_bytes)
 
     def execute_later(self, command: Callable[..., object], *given: object) -> None:
         """As `execute`, without waiting; an error is logged. For any thread."""
-        with contextlib.suppress(QueueFull, EngineStopped, EngineStuck):
+        with contextlib.suppress(EngineError):
             self._queue(command, *given).add_done_callback(_log_failure)
 
     # ------------------------------------------------------------------------------------------ to the worker
 
     def _queue(self, command: Callable[..., Result], *given: object) -> Future[Result]:
+        if self.is_divided and command.__module__ != resize.__module__:
+            raise InvalidParameter("model", "it is divided among machines, whose conversations cannot move")
         future: Future[Result] = Future()
 
-        def run(worker: Worker) -> None:
+        def run(worker: Worker) -> bool:
             with self._lock:
                 self._num_commands -= 1
-            if future.set_running_or_notify_cancel():
+            if is_wanted := future.set_running_or_notify_cancel():
                 try:
                     worker.finish_step()
                     future.set_result(command(worker, *given))
                 except Exception as error:  # the caller gets it; it concerns nobody else
                     future.set_exception(error)
+            return is_wanted
 
         def refuse(error: EngineStopped) -> None:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-        self._put(_Message(run, refuse), self._count_command)
+        self._put(_Message(run, refuse, self._told(command.__name__, *given)), self._count_command)
         return future
 
     def _put(self, message: _Message, admit: Callable[[], None] = lambda: None) -> None:
-        if (seconds := self.stuck_seconds) is not None:
-            raise EngineStuck(seconds)
+        if (error := self._hindrance) is not None:
+            raise error
         with self._lock:
             if not self._is_open:
                 raise EngineStopped("the engine is not running")
@@ -390,26 +407,39 @@ class Engine:
         except BaseException as error:  # handed to `start`, which raises it where somebody can answer
             self._started.set_exception(error)
             return
+        if self._leader is not None:
+            self._leader.lose = self._lose  # until now the process ended: a start answers nobody
         self._is_open, self.pulse = True, 1
         self._started.set_result(None)
         try:
             while self._handle_messages(worker):
-                self._guard(worker, worker.step)
+                self._guard(worker, worker.step if self._leader is None else partial(self._leader.step, worker))
                 self._stats = worker.stats()
         except DeviceLost as error:
             # `/health` says so before anything else is tried on the device.
             self._is_accepting = False
             logger.critical("%s: %s", error, error.__cause__)
+            if isinstance(error, RankLost):
+                self._lose(str(error.__cause__))
         finally:
             try:
-                worker.stop(parks=self._parks)
-                if self._parks:
-                    self._kept = worker.state
+                self._end_worker(worker)
             finally:
                 self.pulse += 1
                 self._is_accepting = False
                 self._journal.tell = None
                 self._refuse_the_rest()
+
+    def _end_worker(self, worker: Worker) -> None:
+        if self.lost is not None:
+            return  # other machines would be waited for; the process ends in a moment
+        try:
+            worker.stop(parks=self._parks)
+            if self._parks:
+                self._kept = worker.state
+        finally:
+            if self._leader is not None:
+                self._leader.end()
 
     def _refuse_the_rest(self) -> None:
         with self._lock:
@@ -436,7 +466,16 @@ class Engine:
                 return True
             if message is None:
                 return False
-            self._guard(worker, partial(message.handle, worker))
+            self._guard(worker, partial(self._handle, worker, message))
+
+    def _handle(self, worker: Worker, message: _Message) -> None:
+        is_handled = message.handle(worker) is not False
+        if is_handled and self._leader is not None:
+            self._leader.note(message.told)
+
+    def _told(self, name: str, *given: object) -> list[Any] | None:
+        """A message for other machines, if there are any. What cannot be told concerns its caller alone."""
+        return None if self._leader is None else message_of(name, *given)
 
     def _next_message(self, worker: Worker) -> _Message | None:
         """Returns None for the end. Raises queue.Empty where no message waits and requests have work."""
@@ -445,6 +484,8 @@ class Engine:
             return self._receive(0)
         # No step follows the cancel of the last request, nor a command.
         self._stats = worker.stats()
+        if self._leader is not None:
+            self._leader.pause()
         if self._idle_work_at is None:
             return self._receive()
         try:
@@ -488,11 +529,16 @@ def _in_flight_bytes(config: EngineConfig) -> int:
 
 
 def _bytes_aside(config: EngineConfig) -> int:
-    """Bytes of the budget that are kept for the features of pictures, and for state on its way to or from disk."""
-    return config.feature_bytes + (2 * _in_flight_bytes(config) if config.disk_folder is not None else 0)
+    """Bytes of the budget that are kept for state on its way to or from disk."""
+    return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
 
 
-def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
+def _identity(loaded: LoadedModel, form: StoredForm) -> str:
+    """What state depends on."""
+    return loaded.state_fingerprint if form.is_exact else f"{loaded.state_fingerprint} {form}"
+
+
+def _open_disk(config: EngineConfig, loaded: LoadedModel, form: StoredForm) -> DiskTier | None:
     if config.disk_folder is None:
         return None
     for former in model_folders.find_former(config.disk_folder, loaded.name, loaded.fingerprint):
@@ -503,40 +549,86 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
     # One folder for each model: state of older library versions is found there, and removed.
     folder = model_folders.place(config.disk_folder, loaded.name, loaded.fingerprint)
     return DiskTier(
-        DiskStore(folder, loaded.state_fingerprint),
+        DiskStore(folder, _identity(loaded, form)),
         budget_bytes=config.disk_bytes,
         write_budget_bytes_per_day=config.disk_write_bytes_per_day,
         max_in_flight_bytes=_in_flight_bytes(config),
     )
 
 
-def _state_of(runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: EngineState | None) -> EngineState:
+def _make_worker(loaded: LoadedModel, config: EngineConfig, kept: EngineState | None, ranks: Ranks) -> Worker:
+    runner = _make_runner(loaded, config, ranks)
+    state = _state_of(runner, config, loaded, kept, ranks)
+    token_seconds = _calibrate(runner, state.prefix_cache)
+    give_back()  # buffers left by reading the weights and trying the model
+    worker = Worker(
+        runner,
+        state,
+        lambda: StreamDecoder(loaded.detokenizer),
+        eos_token_ids=loaded.eos_token_ids,
+        chunk_tokens=config.chunk_tokens,
+        expected_tokens=EXPECTED_TOKENS,
+        clock=time.monotonic,
+        embedder=Embedder(loaded.model, loaded.adapters),
+        speculation=_speculation(runner, state.prefix_cache, loaded),
+    )
+    if runner.overlaps:
+        worker.use_long_chunks()
+    worker.token_seconds = token_seconds
+    return worker
+
+
+def _make_runner(loaded: LoadedModel, config: EngineConfig, ranks: Ranks) -> Runner:
+    vision = loaded.vision
+    runner = Runner(
+        loaded.model,
+        vocab_size=loaded.vocab_size,
+        adapters=loaded.adapters,
+        drafter=drafter_of(loaded),
+        encoder=None if vision is None else Encoder(vision.tower, config.token_operations),
+        vision_inputs=None if vision is None else vision.inputs,
+        shares_heads=config.shares_heads,
+        rounds_stored=config.rounds_stored,
+        drafts=config.speculates,
+        ranks=ranks,
+    )
+    if loaded.no_draft:
+        runner.abilities.drafts_form += f"; {loaded.no_draft}"
+    return runner
+
+
+def _state_of(
+    runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: EngineState | None, ranks: Ranks
+) -> EngineState:
     budget_bytes = config.budget_bytes - _bytes_aside(config)
-    if kept is not None:
+    if kept is not None and kept.prefix_cache.layout.form == runner.abilities.stored_form:
         kept.prefix_cache.resume(runner.make_caches, budget_bytes)
         return kept
+    if kept is not None:
+        kept.prefix_cache.clear()
+    if ranks.size > 1:
+        count_by_size()
     prefix_cache = PrefixCache(
         runner.make_caches,
         num_slots=config.max_slots,
         budget_bytes=budget_bytes,
-        chunk_tokens=config.chunk_tokens,
-        disk=_open_disk(config, loaded),
+        layout=Layout(runner.make_caches(), longest_chunk(loaded, config.chunk_tokens), runner.abilities.stored_form),
+        disk=_open_disk(config, loaded, runner.abilities.stored_form),
+        salt=bytes(ranks.share([*secrets.token_bytes(SALT_BYTES)])),
     )
-    return EngineState(prefix_cache, loaded.state_fingerprint)
+    return EngineState(prefix_cache, _identity(loaded, runner.abilities.stored_form))
+
+
+def longest_chunk(loaded: LoadedModel, chunk_tokens: int) -> int:
+    """The most tokens of one call: some pictures are evaluated whole."""
+    return chunk_tokens if loaded.vision is None else max(chunk_tokens, loaded.vision.whole_tokens)
 
 
 def _speculation(runner: Runner, prefix_cache: PrefixCache, loaded: LoadedModel) -> Speculation | None:
-    if runner.max_feed_tokens == 1:
+    if (feeds := runner.abilities.feeds) is None:
         return None
-    return Speculation(
-        prefix_cache.history,
-        runner.step_seconds,
-        feeds_together=runner.feeds_together,
-        max_feed_tokens=runner.max_feed_tokens,
-        feeds_again=prefix_cache.layout.has_recurrent,
-        draft_seconds=runner.draft_seconds,
-        drafter=DraftSource.MTP if loaded.draft is None else DraftSource.DRAFT,
-    )
+    drafter = DraftSource.MTP if loaded.draft is None else DraftSource.DRAFT
+    return Speculation(prefix_cache.history, feeds, feeds_again=prefix_cache.layout.has_recurrent, drafter=drafter)
 
 
 def _calibrate(runner: Runner, prefix_cache: PrefixCache) -> float:

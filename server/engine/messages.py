@@ -5,11 +5,16 @@ waits.
 """
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 from server.engine.request import Delta, Event, Failed, Finished, Progress
+
+Result = TypeVar("Result")
 
 
 class Mailbox:
@@ -111,3 +116,18 @@ class Generation:
             if not (self.is_behind and isinstance(event, Progress)):  # a later one replaces it
                 self._pending.append(event)
         self._arrived.set()
+
+
+async def on_thread(name: str, work: Callable[[], Result]) -> Result:
+    """Awaits `work` on a daemon thread: asyncio's few threads are not for work that may wait for long."""
+    done: Future[Result] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # handed to whoever awaits it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(done)

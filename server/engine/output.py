@@ -258,6 +258,8 @@ class Output:
 
     def forced_token(self) -> int | None:
         """The token that replaces the next sample, if there is one."""
+        if self._request.line is not None:
+            return next(iter(self._request.line.forced[len(self.tokens) :]), None)
         closing = self._closing() if self._reasoning is not None else ()
         return closing[0] if closing else None
 

@@ -12,10 +12,12 @@ EngineError
 ├── AnswerUnbound
 ├── StepFailed
 └── DeviceLost, which does end it
+    └── RankLost, and the process
 """
 
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any, TypeAlias
 
@@ -23,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.budget import CacheStats
-from cache.snapshots import RestorePoint
+from cache.snapshots import RestorePoint, RestorePointKind
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.inference.sampling_params import SamplingParams
 from models.output.call_formats import CallFormat
@@ -35,6 +37,8 @@ from models.prompt.shapes import NO_OUTLINE, Outline
 from server.diagnosis.causes import Reuse
 
 TokenArray: TypeAlias = NDArray[np.int32]
+
+SEED_BITS = 63
 
 
 class Priority(IntEnum):
@@ -90,6 +94,24 @@ class GenerationOptions:
 
 
 @dataclass(frozen=True, eq=False)
+class ScoredQuestion:
+    """A prompt, and the options whose log-probabilities after it are asked for."""
+
+    tokens: TokenArray
+    options: tuple[tuple[int, ...], ...]
+    """Each has a token or more; no two are equal."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Tokens that the output is to be, and the tokens whose log-probabilities are told in place of each."""
+
+    forced: tuple[int, ...]
+    wanted: tuple[tuple[int, ...], ...]
+    """One more than `forced`: after all of them too."""
+
+
+@dataclass(frozen=True, eq=False)
 class GenerationRequest(GenerationOptions):
     """One prompt to continue; who makes it has validated every field."""
 
@@ -116,10 +138,26 @@ class GenerationRequest(GenerationOptions):
     """The grammar of the answer after its reasoning."""
     quotable: tuple[TokenArray, ...] = ()
     """New tool results as calls quote them: texts for drafts, as the prompt is."""
+    questions: tuple[ScoredQuestion, ...] = ()
+    """Each goes on from `tokens`. Needs `max_tokens` to be 0, and `cache_prompt`."""
+    line: Line | None = None
+    """A part of a request with `questions`, which the engine makes."""
+
+    @property
+    def seeded(self) -> "GenerationRequest":
+        """With a seed, where draws are random: a replay, on each machine, samples the same tokens."""
+        if self.sampling.seed is not None or self.sampling.is_greedy:
+            return self
+        return replace(self, sampling=replace(self.sampling, seed=secrets.randbits(SEED_BITS)))
 
     @property
     def state_namespace(self) -> str:
         return state_namespace(self.namespace, self.adapter)
+
+    @property
+    def head_tokens(self) -> int:
+        """Tokens of the leading system messages and the tools; 0 where unknown."""
+        return next((one.offset for one in self.restore_points if one.kind is RestorePointKind.SYSTEM_END), 0)
 
     @property
     def adapter_index(self) -> int:
@@ -172,6 +210,8 @@ class Started:
     """Where the restored part was, if any."""
     reuse: Reuse = field(default_factory=Reuse)
     """Why not more: the asking side adds it where the engine does not know."""
+    rounded_tokens: int = 0
+    """Of `hit_tokens`, those whose state was stored in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +253,15 @@ class Finished:
     """Both None where the request has no `prediction`."""
     is_loop: bool = False
     """A loop ended the output; the reason is `LENGTH`."""
+    option_logprobs: tuple[tuple[float, ...], ...] = ()
+    """By question and option; `prompt_tokens` then include the questions and what was evaluated of options."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Log-probabilities of the next tokens that a `Line` wants; never for clients."""
+
+    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -222,7 +271,7 @@ class Failed:
     error: Exception
 
 
-Event: TypeAlias = Started | Progress | Delta | Finished | Failed
+Event: TypeAlias = Started | Progress | Delta | Priced | Finished | Failed
 
 
 class EngineError(Exception):
@@ -280,8 +329,24 @@ class DeviceLost(EngineError):
         super().__init__("the GPU refuses all work of this process after earlier errors; restart the server")
 
 
-def check_device(error: Exception) -> None:
-    """Raises DeviceLost where macOS refuses a process whose work failed too often: nothing mends it."""
+class RankLost(DeviceLost):
+    """A machine of those that hold the model is lost, or has failed; retry after `retry_after_seconds`."""
+
+    retry_after_seconds = 10
+
+    def __init__(self, why: str) -> None:
+        Exception.__init__(self, f"{why}; the server ends, to be started again on all machines")
+
+
+def check_device(error: Exception, *, is_divided: bool = False) -> None:
+    """Raises DeviceLost where macOS refuses a process whose work failed too often: nothing mends it.
+
+    A model that `is_divided` among machines cannot mend any error: the others may not have it.
+    """
+    if isinstance(error, DeviceLost):
+        raise error
+    if is_divided:
+        raise RankLost(f"a machine has failed: {error}") from error
     if "submissionsignored" in str(error).lower():
         raise DeviceLost from error
 
@@ -332,6 +397,31 @@ class DraftStats:
     """Tokens that these steps put out."""
 
 
+class WaitReason(StrEnum):
+    """What a request waits for."""
+
+    BEGINNING = "beginning"
+    """Another request evaluates tokens that both begin with."""
+    ANSWER = "answer"
+    """The request continues another one, whose answer it may hold."""
+    SLOT = "slot"
+    MEMORY = "memory"
+    DISK = "disk"
+    """Its state is being read, or its picture decoded."""
+    ORDER = "order"
+    """Others go first."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Why a request waits; `other` has evaluated `evaluated` of the `total` tokens in common."""
+
+    reason: WaitReason
+    other: str | None = None
+    evaluated: int = 0
+    total: int = 0
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Counts and bytes of one engine, as of its last step."""
@@ -348,5 +438,7 @@ class EngineStats:
     """Requests that have not ended, also those unseen by the worker."""
     num_encoded: int = 0
     """Pictures for which the vision tower was evaluated."""
+    waits: Mapping[str, Wait] = field(default_factory=dict)
+    """By the ids of waiting requests."""
     num_stuck: int = 0
     """Steps that were taken for hangs."""

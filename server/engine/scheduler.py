@@ -23,7 +23,7 @@ import numpy as np
 
 from cache.snapshots import chunk_end
 from cache.types import common_prefix_length
-from server.engine.request import GenerationRequest, Priority, TokenArray
+from server.engine.request import GenerationRequest, Priority, TokenArray, Wait, WaitReason
 
 MAX_PASSES = 4
 MAX_WAITS = 64
@@ -172,6 +172,25 @@ class Scheduler(Generic[S]):
             return first
         short = [one for one, left in todo.items() if left <= self._chunk_tokens and ranks[one][0] == ranks[first][0]]
         return min(short, key=ranks.__getitem__, default=first)
+
+    def waits(self, *, has_slot: bool) -> dict[str, Wait]:
+        """Why each waiting request waits, as the last choice found."""
+        return {one.request.request_id: self._wait_of(one, has_slot) for one in self.in_phase(Phase.WAITING)}
+
+    def _wait_of(self, sequence: S, has_slot: bool) -> Wait:
+        if sequence in self._awaited:
+            prefill, stop = self._awaited[sequence]
+            return Wait(WaitReason.BEGINNING, prefill.request.request_id, min(prefill.offset, stop), stop)
+        predecessor = self._predecessors.get(sequence)
+        if predecessor is not None:
+            return Wait(WaitReason.ANSWER, predecessor.request.request_id)
+        lacks_memory = self.is_stalled or sequence.is_preempted or sequence.is_deferred
+        reasons = {
+            WaitReason.SLOT: not has_slot,
+            WaitReason.DISK: sequence.is_loading,
+            WaitReason.MEMORY: lacks_memory,
+        }
+        return Wait(next((reason for reason, holds in reasons.items() if holds), WaitReason.ORDER))
 
     # -- who may begin
 

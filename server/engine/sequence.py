@@ -5,7 +5,6 @@ cache, except after a failed step, which may have damaged it. Knows no device an
 """
 
 import logging
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -32,6 +31,7 @@ from server.engine.request import (
     FinishReason,
     GenerationRequest,
     OutOfMemory,
+    Priced,
     Progress,
     Started,
     StepFailed,
@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 NO_TOKEN = -1
 """Stands after a prompt that is evaluated to its end; equal to no token."""
 
-SEED_BITS = 63
 RELIEF_FAULTS = 2
 """For lack of memory; the second has stored state make way, and from the third on a sequence waits."""
 
@@ -80,11 +79,7 @@ class Sequence(Scheduled):
         arrival: int,
     ) -> None:
         ends = request.stop_token_ids | (frozenset() if request.ignore_eos else eos_token_ids)
-        sampling = request.sampling
-        if sampling.seed is None and not sampling.is_greedy:
-            # So that a replay samples the same tokens.
-            sampling = replace(sampling, seed=secrets.randbits(SEED_BITS))
-        sampling = sampling.within(len(request.tokens) + request.max_tokens)
+        sampling = request.sampling.within(len(request.tokens) + request.max_tokens)
         if sampling.min_tokens:
             sampling = replace(sampling, end_token_ids=tuple(sorted(ends)))
         super().__init__(replace(request, sampling=sampling), arrival)
@@ -144,7 +139,7 @@ class Sequence(Scheduled):
     @property
     def needs_no_step(self) -> bool:
         """Once answered: no last token is to be evaluated for the next turn."""
-        return not (self.row.known and self.request.cache_prompt)
+        return not (self.row.known and self.request.cache_prompt and self.request.line is None)
 
     @property
     def has_memory(self) -> bool:
@@ -200,6 +195,9 @@ class Sequence(Scheduled):
         """
         row, output, events, num_accepted = self.row, self.output, list[Event](), 0
         follows_grammar = bool(row.draft) and output.follows_grammar
+        if (line := self.request.line) is not None:
+            told = [logprob(token, 0) for token in line.wanted[len(output.tokens)]]
+            events.append(Priced(tuple(one.logprob for one in told if one is not None)))
         for place, (sample, drafted) in enumerate(zip_longest(samples, row.draft)):
             forced = output.forced_token()
             token = sample if forced is None else forced
@@ -381,6 +379,10 @@ class SequenceTable(Scheduler[Sequence]):
         """The sequences with a slot."""
         return [sequence for sequence in self if sequence.lease is not None]
 
+    def check(self, error: Exception) -> None:
+        """Raises DeviceLost where nothing can be evaluated after an error."""
+        check_device(error, is_divided=self.runner.is_divided)
+
     # -- endings
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -423,7 +425,7 @@ class SequenceTable(Scheduler[Sequence]):
         After a second error without progress the sequence fails; where memory is short, stored state makes way, then
         the sequence waits for another's end.
         """
-        check_device(error)
+        self.check(error)
         lacks_memory = is_out_of_memory(error)
         if sequence.output.reason is None and self._try_again(sequence, lacks_memory=lacks_memory):
             logger.warning("request %s is tried again: %s", sequence.request.request_id, error)

@@ -8,28 +8,21 @@ Knows neither model nor clock: seconds are handed in. Worker thread only.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from cache.history import SHORTEST_MATCH, Follower, ForcedText, History, HistoryFollower, LiveText, PredictionFollower
 from models.prompt.pictures import words_at_end
 from server.engine.acceptance import PRIOR_RATES, REVERSION, AcceptanceRates, DrafterRow, FollowedText, ForcedTokens
-from server.engine.draft_cost import (
-    CORRECTION,
-    MAX_STEP_TOKENS,
-    MIN_GAIN,
-    STALL,
-    AddedCost,
-    OverheadBudget,
-    StepCost,
-)
+from server.engine.draft_cost import CORRECTION, MAX_STEP_TOKENS, MIN_GAIN, AddedCost, OverheadBudget, StepCost
 from server.engine.request import DraftSource, DraftStats, GenerationRequest
 
-MIN_RATE = 0.02
-"""A draft ends before a token that is less likely to be reached and accepted."""
+if TYPE_CHECKING:
+    from models.inference.abilities import Feeds
+
 MAX_OWN_TOKENS = 8192
 """Most tokens that are searched of a prompt that must not join the history."""
 
@@ -43,10 +36,6 @@ class Choice(NamedTuple):
     cost: float
     """Expected cost, in plain steps."""
 
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.cost
-
 
 DraftOptions: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 """For each call, by length of its draft: the drafted tokens expected to be accepted, and the expected cost."""
@@ -55,25 +44,16 @@ DraftOptions: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 def choose(options: DraftOptions, rest: Sequence[float], num_rows: int) -> Choice | None:
     """The lengths with the most tokens per second; None if no drafts are faster.
 
-    `rest` holds, by number, the cost of that many calls without drafts. At a given price of a plain step, in tokens,
-    calls are independent but for that number. The price rises to the best speed that it allows (Dinkelbach 1967).
+    `rest` holds, by number, the cost of that many calls without drafts. Of several calls, the lengths with the most
+    tokens beyond those that plain steps would give in the time.
     """
-    best, price = None, num_rows / rest[-1]
+    price = num_rows / rest[-1]
     if len(options) == 1:
         speeds = [(num_rows + tokens) / (rest[0] + cost) for tokens, cost in options[0]]
         if (speed := max(speeds, default=0.0)) <= price * (1 + 1e-9):
             return None
         index = speeds.index(speed)
         return Choice([index + 1], num_rows + options[0][index][0], rest[0] + options[0][index][1])
-    while True:
-        choice = _best_at_price(price, options, rest, num_rows)
-        if choice is None or choice.tokens <= price * choice.cost * (1 + 1e-9):
-            return best
-        best, price = choice, choice.speed
-
-
-def _best_at_price(price: float, options: DraftOptions, rest: Sequence[float], num_rows: int) -> Choice | None:
-    """The lengths with the most tokens beyond the price of their cost; None without drafts."""
     values = [[tokens - price * cost for tokens, cost in call] for call in options]
     ranked = sorted(((max(call), place) for place, call in enumerate(values) if call), reverse=True)
     total, num_best, best_value = 0.0, 0, -price * rest[-1]
@@ -81,7 +61,7 @@ def _best_at_price(price: float, options: DraftOptions, rest: Sequence[float], n
         total += value
         if total - price * rest[-1 - number] > best_value:
             num_best, best_value = number, total - price * rest[-1 - number]
-    if not num_best:
+    if not num_best or best_value <= num_rows * 1e-9 - price * rest[-1]:
         return None
     lengths, tokens, cost = [0] * len(options), float(num_rows), rest[-1 - num_best]
     for value, place in ranked[:num_best]:
@@ -139,9 +119,9 @@ class Drafting:
         if drafter and self.drafter is not None and (net_rate := self.drafter.net_rate) > self.net_rate:
             self.chosen, self.net_rate = self.drafter, net_rate
 
-    def net_rates(self, limit: int, minimum: float, num_ahead: int = 0) -> list[float]:
+    def net_rates(self, limit: int, num_ahead: int = 0) -> list[float]:
         """Net rates of the chosen source."""
-        return [] if self.chosen is None or limit <= 0 else self.chosen.net_rates(limit, minimum, num_ahead)
+        return [] if self.chosen is None or limit <= 0 else self.chosen.net_rates(limit, num_ahead=num_ahead)
 
     def draft(self, num_tokens: int) -> list[int]:
         """Next tokens of the followed text; none where the drafter drafts."""
@@ -166,36 +146,28 @@ class Speculation:
     def __init__(
         self,
         history: History,
-        step_seconds: Mapping[int, float],
+        feeds: "Feeds",
         *,
-        feeds_together: bool,
-        max_feed_tokens: int,
         feeds_again: bool = False,
-        draft_seconds: float | None = None,
         drafter: DraftSource = DraftSource.MTP,
     ) -> None:
-        """Seconds are of a model call, by its tokens, and of a token that the drafter, if any, drafts.
-
-        `feeds_again`: after a rejection the accepted tokens are evaluated again with the next step.
-        """
+        """`feeds_again`: after a rejection the accepted tokens are evaluated again with the next step."""
         self._history = history
-        self._together, self._again = feeds_together, feeds_again
+        self._together, self._again = feeds.together, feeds_again
         self._drafter = drafter
-        self._limit = max_feed_tokens - 1
-        self._cost = StepCost(step_seconds)
-        self._has_drafter = draft_seconds is not None
+        self._limit = feeds.max_tokens - 1
+        self._cost = StepCost(feeds.step_seconds)
+        self._has_drafter = feeds.draft_seconds is not None
         self._drafter_seconds = 0.0
         """Spent by the drafter in the step under way."""
         self._rates = {
             source: AcceptanceRates(prior, weight=16, decay=0.998) for source, prior in PRIOR_RATES.items()
         }
-        self._rates[drafter].cost = (draft_seconds or 0.0) / self._cost.calls[1]
+        self._rates[drafter].cost = (feeds.draft_seconds or 0.0) / self._cost.calls[1]
         self._drafted = dict.fromkeys(DraftSource, 0)
         self._accepted = dict.fromkeys(DraftSource, 0)
         self._num_steps = self._num_tokens = 0
-        self._added = defaultdict[int, AddedCost](AddedCost)
-        self._budgets = defaultdict[int, OverheadBudget](OverheadBudget)
-        """Both by `_class_of` the number of rows."""
+        self._added, self._budget = AddedCost(), OverheadBudget()
         self._used_drafter = False
         """Whether the drafter drafted in the latest step with drafts, or was to."""
 
@@ -236,12 +208,18 @@ class Speculation:
 
     def may_draft(self, rows: Sequence[Drafting]) -> bool:
         """Whether drafts are likely to pay after the step under way, if its tokens are as the texts have them."""
-        if not self._budget(len(rows)).may_look_up:
+        if not self._budget.may_look_up:
             return False
         for budget in self._budgets_of_sources(rows):
-            if self._is_likely_to_pay(rows, budget):
-                self._used_drafter = any(row.uses_drafter for row in rows)
-                return True
+            net_rates = [row.net_rates(self._limit, num_ahead=1) for row in rows]
+            choice = self._choose(net_rates, [1] * len(rows), budget)
+            if choice is not None:
+                # Nothing is drafted unless the tokens under way come as the texts have them.
+                first = [row.net_rate for row, length in zip(rows, choice.lengths, strict=True) if length]
+                gain = choice.tokens / len(rows) - choice.cost
+                if gain * sum(first) / len(first) > self._added.resume:
+                    self._used_drafter = any(row.uses_drafter for row in rows)
+                    return True
         return False
 
     def plan(
@@ -249,11 +227,9 @@ class Speculation:
     ) -> list[list[int]]:
         """A draft for each row, of `limits` tokens after its `known` ones; empty unless all pay together."""
         self._drafter_seconds = 0.0  # the last draft may have come to nothing
-        # Beside a row with more known tokens, a drafted token may cost nothing.
-        minimum = self._min_rate(len(rows)) if max(known) == 1 else MIN_RATE
         for budget in self._budgets_of_sources(rows):
             pairs = zip(rows, limits, strict=True)
-            net_rates = [row.net_rates(min(limit, self._limit), minimum) for row, limit in pairs]
+            net_rates = [row.net_rates(min(limit, self._limit)) for row, limit in pairs]
             if choice := self._choose(net_rates, known, budget):
                 drafts = [row.draft(length) for row, length in zip(rows, choice.lengths, strict=True)]
                 wanted = [length * row.uses_drafter for row, length in zip(rows, choice.lengths, strict=True)]
@@ -263,7 +239,7 @@ class Speculation:
 
     def _budgets_of_sources(self, rows: Sequence[Drafting]) -> Iterator[float]:
         """What the next step may lose, once rows chose their sources: with the drafter first, then texts alone."""
-        of_texts, of_drafter = map(self._budget(len(rows)).left, (False, True))
+        of_texts, of_drafter = map(self._budget.left, (False, True))
         for with_drafter in [True] * (self._has_drafter and of_drafter > 0) + [False] * (of_texts > 0):
             for row in rows:
                 row.choose(texts=of_texts > 0, drafter=with_drafter)
@@ -271,25 +247,13 @@ class Speculation:
                 has_texts = any(row.net_rate and not row.uses_drafter for row in rows)
                 yield of_drafter * with_drafter + of_texts * has_texts
 
-    def _is_likely_to_pay(self, rows: Sequence[Drafting], budget: float) -> bool:
-        minimum = self._min_rate(len(rows))
-        if all(row.net_rate <= minimum for row in rows):
-            return False
-        choice = self._choose([row.net_rates(self._limit, minimum, 1) for row in rows], [1] * len(rows), budget)
-        if choice is None:
-            return False
-        # Nothing is drafted unless the tokens under way come as the texts have them.
-        net_rates = [row.net_rate for row, num_tokens in zip(rows, choice.lengths, strict=True) if num_tokens]
-        gain = choice.tokens / len(rows) - choice.cost
-        return gain * sum(net_rates) / len(net_rates) > self._added[_class_of(len(rows))].resume
-
     # -- after a step
 
     def observe_drafter(self, wanted: Sequence[int], seconds: float) -> None:
         """Takes the drafter's seconds for `wanted` tokens of each row."""
         self._drafter_seconds, rates = seconds, self._rates[self._drafter]
         cost = seconds / max(wanted) / self._cost.plain(sum(number > 0 for number in wanted))
-        rates.cost += CORRECTION * (min(cost, STALL * rates.cost) - rates.cost)
+        rates.cost += CORRECTION * (cost - rates.cost)
 
     def learn(
         self, rows: Sequence[Drafting], fed: list[int], drafted: list[int], accepted: list[int], seconds: float
@@ -297,7 +261,7 @@ class Speculation:
         """Takes a step that fed each row so many tokens, `drafted` the last of them, with all that went with it."""
         num_rows, plain = len(rows), self._cost.plain(len(rows))
         of_drafter, self._drafter_seconds = self._drafter_seconds / plain, 0.0
-        cost = self._added[_class_of(num_rows)].learn(*self._cost_at_load(fed), seconds / plain - of_drafter)
+        cost = self._added.learn(*self._cost_at_load(fed), seconds / plain - of_drafter)
         self._settle_budgets(rows, fed, accepted, cost - 1, of_drafter)
         if not any(drafted):
             return
@@ -312,33 +276,27 @@ class Speculation:
         self, rows: Sequence[Drafting], fed: list[int], accepted: list[int], added: float, of_drafter: float
     ) -> None:
         """Charges what a step took beyond a plain one to those whose drafts it evaluated. All in plain steps."""
-        budget, num_rows = self._budget(len(rows)), len(rows)
-        budget.observe_drafted()
         # A row may evaluate again what stayed of a draft.
         longer = [place for place, number in enumerate(fed) if number > 1]
         for is_drafter in (False, True):
             if own := [place for place in longer if (rows[place].source is self._drafter) == is_drafter]:
                 self._used_drafter = is_drafter
-                gained = 1 + sum(accepted[place] for place in own) / num_rows - of_drafter * is_drafter
-                share = sum(fed[place] - 1 for place in own) / (sum(fed) - num_rows)
-                budget.settle(gained, 1 + added * share, of_drafter=is_drafter)
+                gained = 1 + sum(accepted[place] for place in own) / len(rows) - of_drafter * is_drafter
+                self._budget.settle(gained, 1 + added, of_drafter=is_drafter)
 
     def observe_plain(self, num_rows: int, seconds: float, lookup_seconds: float) -> None:
         """Takes a plain step after a plain one, and the seconds of looking drafts up before it."""
         self._cost.observe_plain(num_rows, seconds)
-        self._added[_class_of(num_rows)].observe_plain()
-        self._budget(num_rows).observe_plain(lookup_seconds / self._cost.plain(num_rows))
+        self._added.observe_plain()
+        self._budget.observe_plain(lookup_seconds / self._cost.plain(num_rows))
         if self._has_drafter:
             self._rates[self._drafter].revert(PRIOR_RATES[self._drafter], REVERSION / 10)
 
     def observe_resumed(self, num_rows: int, seconds: float) -> None:
         """Takes the seconds of leaving plain steps and resuming them."""
         lost = min(seconds / self._cost.plain(num_rows) - 1, 1.0)
-        self._budget(num_rows).lose(lost, of_drafter=self._used_drafter)
-        self._added[_class_of(num_rows)].observe_resumed(lost)
-
-    def _budget(self, num_rows: int) -> OverheadBudget:
-        return self._budgets[_class_of(num_rows)]
+        self._added.observe_resumed(lost)
+        self._budget.lose(lost, of_drafter=self._used_drafter)
 
     # -- cost of a step, and the best lengths
 
@@ -392,7 +350,7 @@ class Speculation:
         self, call: _Call, num_undrafted: int, num_rows: int, rest: Sequence[float], budget: float
     ) -> list[tuple[float, float]]:
         """For each length of a call's draft, the tokens expected to be accepted and the cost, within the budget."""
-        added, calls, plain = self._added[_class_of(num_rows)], self._cost.calls, self._cost.plain(num_rows)
+        added, calls, plain = self._added, self._cost.calls, self._cost.plain(num_rows)
         num_known = num_rows if self._together else 1
         alone, saved = self._cost.plain(num_known) / plain + added.call, rest[-1] - rest[-2]
         scale, tokens, options = added.scale / plain, 0.0, list[tuple[float, float]]()
@@ -409,13 +367,3 @@ class Speculation:
                 break
             options.append((tokens, cost))
         return options
-
-    def _min_rate(self, num_rows: int) -> float:
-        """The least net rate with which a drafted token can pay."""
-        scale, plain = self._added[_class_of(num_rows)].scale, self._cost.plain(num_rows)
-        return max(MIN_RATE, scale * self._cost.min_token * num_rows / plain)
-
-
-def _class_of(num_rows: int) -> int:
-    """Steps of about so many rows share what is learned."""
-    return num_rows.bit_length()

@@ -2,7 +2,8 @@
 
 A step is: prompt tokens up to one prefill chunk, memory for the tokens to come, then one decode step for all live
 rows. Only the worker and its parts touch the runner and the prefix cache, on one thread. What happens depends only on
-the messages, their order and the clock handed in, so a seed is a history.
+the messages, their order and what `measure` returns before each step, so a seed is a history, and workers of several
+machines that get the same do the same.
 
 While a step is under way nothing else is evaluated: MLX raises the step's error at whatever is evaluated next. An
 error costs a replay: of the request for which something was evaluated, and of each whose state the error took. The
@@ -12,19 +13,22 @@ time to restore state counts towards the chunk: decoding rows wait for it too.
 import itertools
 import logging
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cache.budget import BudgetExceeded, PinnedFull
 from cache.lease import Lease, Tier
+from cache.memory_tier import ROUNDED_TOKENS
 from cache.slots import CacheRequest, Lookup
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import InvalidImage
 from models.prompt.pictures import SeenChunk
 from server.diagnosis.causes import OF_SCORED, Reuse
-from server.engine.decode import DecodePipeline
+from server.engine.decisions import Scoring
+from server.engine.decode import DecodePipeline, Seconds
 from server.engine.embeddings import EmbeddingJob, Embeddings
 from server.engine.output import MakeDecoder
 from server.engine.request import (
@@ -40,7 +44,6 @@ from server.engine.request import (
     RequestCounts,
     Started,
     StepFailed,
-    check_device,
 )
 from server.engine.scheduler import LOOKAHEAD, Phase, choose_to_wait
 from server.engine.sequence import EngineState, Sequence, SequenceTable, Sink
@@ -61,6 +64,16 @@ FAR_TOKENS = 65_536
 COPIED_PER_EVALUATED = 64
 """Tokens whose state is copied while one is evaluated."""
 SAVE_SECONDS = 10.0
+
+
+class Measured(NamedTuple):
+    """What a step depends on beside the messages before it. With several machines, that of the first one."""
+
+    now: float
+    behind: frozenset[str]
+    """The requests whose readers are behind."""
+    seconds: Seconds
+    """What the step before took, see `DecodePipeline.seconds`."""
 
 
 class Worker:
@@ -84,10 +97,13 @@ class Worker:
         self.prefix_cache = prefix_cache = state.prefix_cache
         self.now = clock
         prefix_cache.pager.shared = runner
+        if runner.encoder is not None:
+            runner.encoder.kept = prefix_cache.memory.features
         self._table = SequenceTable(runner, state, clock, chunk_tokens)
         self._decode = DecodePipeline(self._table, speculation)
         prefix_cache.use_awaited(self._find_awaited)
-        self._embeddings = Embeddings(embedder, prefix_cache.reclaimer, chunk_tokens)
+        self._embeddings = Embeddings(embedder, prefix_cache.reclaimer, chunk_tokens, self._table.check)
+        self._scorings: dict[str, Scoring] = {}
         self._make_decoder = make_decoder
         self._eos = eos_token_ids
         self._arrivals = itertools.count(1)
@@ -95,6 +111,8 @@ class Worker:
         self._chunk_tokens = self._alone_tokens = chunk_tokens
         """The second of a prompt beside which nothing runs or waits; a multiple, so that the ends agree."""
         self._expected_tokens = expected_tokens
+        self._stepped_at = 0.0
+        """When the step began, by the clock of the first machine."""
         self.token_seconds = 0.0
         """At most what a token of a chunk takes; 0: not measured."""
 
@@ -104,7 +122,7 @@ class Worker:
 
     @property
     def has_work(self) -> bool:
-        return len(self._table) > 0 or self._embeddings.has_work
+        return len(self._table) > 0 or self._embeddings.has_work or bool(self._scorings)
 
     # -------------------------------------------------------------------------------------------- messages
 
@@ -115,6 +133,7 @@ class Worker:
         except Exception as error:
             logger.exception("the engine could not take request %s", request.request_id)
             reported = StepFailed(f"the server failed: {error}")
+            self._scorings.pop(request.request_id, None)
             if (sequence := self._table.sequences.get(request.request_id)) is not None:
                 self._table.fail(sequence, reported)
             else:
@@ -123,6 +142,9 @@ class Worker:
     def _submit(self, request: GenerationRequest, sink: Sink) -> None:
         if not request.is_idle_work:
             self._end_idle_work()
+        if request.questions:
+            num_rows = len(self.prefix_cache.slots)
+            sink = self._scorings[request.request_id] = Scoring(request, sink, self._eos, num_rows, self.now)
         sequence = Sequence(request, sink, self._make_decoder(), self._eos, arrival=next(self._arrivals))
         self._table.add(sequence)
         sequence.prefetch = self.prefix_cache.prefetch(sequence.lookup)
@@ -141,22 +163,24 @@ class Worker:
         self.finish_step()
         if (sequence := self._table.sequences.get(request_id)) is not None:
             self._table.end(sequence, FinishReason.CANCELLED)
+        elif (scoring := self._scorings.get(request_id)) is not None:
+            scoring.cancel()
 
     def finish_step(self) -> None:
         """Waits for the step under way, so that something else may be evaluated."""
         self._decode.read()
 
-    def close_answered(self, namespace: str) -> None:
-        """Ends sequences whose clients have the whole answer."""
+    def close_answered(self, namespace: str | None = None) -> None:
+        """Ends sequences whose clients have the whole answer, of one namespace or all."""
         self.finish_step()
-        self._table.close_finished([one for one in self._table if one.request.state_namespace == namespace])
+        self._table.close_finished([one for one in self._table if namespace in (None, one.request.state_namespace)])
 
     def recover(self, error: Exception) -> None:
         """After an error that belongs to no request: drops all live state, and evaluates each request again.
 
         A second time without progress a request fails. Raises DeviceLost.
         """
-        check_device(error)
+        self._table.check(error)
         self._decode.forget()
         self._table.runner.drain()
         self._for_each(lambda sequence: self._table.fail_step(sequence, error))
@@ -166,6 +190,9 @@ class Worker:
         with suppress(DeviceLost):
             self.finish_step()
         self._for_each(lambda sequence: self._table.fail(sequence, error))
+        for scoring in self._scorings.values():
+            scoring.fail(error)
+        self._scorings = {}
         self._embeddings.fail_all(error)
 
     def _for_each(self, act: Callable[[Sequence], None]) -> None:
@@ -192,8 +219,17 @@ class Worker:
         drafts = None if self._speculation is None else self._speculation.stats
         runner, cache = self._table.runner, self.prefix_cache.stats()
         encoded = 0 if runner.encoder is None else runner.encoder.num_encoded
-        forms = runner.rows_form, drafts, runner.drafts_form
-        return EngineStats(requests, self._table.num_suspended, cache, *forms, num_encoded=encoded)
+        forms = runner.abilities.rows_form, drafts, runner.abilities.drafts_form
+        waits = self._table.waits(has_slot=self._has_free_slot()) if requests.waiting else {}
+        return EngineStats(requests, self._table.num_suspended, cache, *forms, num_encoded=encoded, waits=waits)
+
+    def digest(self) -> int:
+        """A checksum of what the last step did and left: equal for workers that go the same way."""
+        rows = [(one.request.request_id, one.phase.name, one.offset, one.output.tokens[-4:]) for one in self._table]
+        slots = [(slot.offset, slot.is_leased, slot.session_id) for slot in self.prefix_cache.slots]
+        ledger = self.prefix_cache.ledger
+        left = rows, slots, ledger.stored_bytes, ledger.live_bytes, self._embeddings.progress
+        return zlib.crc32(repr(left).encode())
 
     def use_long_chunks(self) -> None:
         """A prompt beside which nothing runs gets longer chunks, as pays on a GPU.
@@ -211,13 +247,23 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def step(self) -> None:
+    def measure(self) -> Measured:
+        """What the next step depends on beside the messages."""
+        behind = frozenset([one.request.request_id for one in self._table if one.sink.is_behind])
+        return Measured(self.now(), behind, self._decode.seconds)
+
+    def step(self, measured: Measured | None = None) -> None:
         """Evaluates up to one chunk of prompt tokens, and runs one decode step."""
+        measured = self.measure() if measured is None else measured
+        self._decode.learn(measured.seconds)
+        self._stepped_at = measured.now
         if self._table.lacks_memory:
             self._table.lacks_memory = False
             self.prefix_cache.reclaimer.relieve()
+        self._round_stored()
+        self._go_on_scoring()
         for sequence in self._table:
-            sequence.is_unread = sequence.sink.is_behind
+            sequence.is_unread = sequence.request.request_id in measured.behind
             is_read = sequence.prefetch is None or sequence.prefetch.is_done
             sequence.is_loading = not is_read or sequence.awaits_pixels
         self._prefill()
@@ -233,6 +279,27 @@ class Worker:
             self._table.lacks_memory |= self._embeddings.step(
                 is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory
             )
+
+    def _round_stored(self) -> None:
+        """Rounds a piece of stored state, so that waiting requests may be tried again."""
+        if self.prefix_cache.memory.has_exact:
+            self.finish_step()
+            self.prefix_cache.memory.round_stored(ROUNDED_TOKENS)
+            self._table.is_stalled = False
+
+    def _go_on_scoring(self) -> None:
+        """Queues the next rows of scored options, and ends those that nobody waits for."""
+        for request_id, scoring in list(self._scorings.items()):
+            if scoring.may_branch:
+                self.finish_step()
+                for lease in filter(None, [one.lease for one in self._table if one.request.line is not None]):
+                    lease.publish()
+            for row in scoring.next_rows():
+                self.submit(row.request, row)
+            if scoring.is_over:
+                del self._scorings[request_id]
+                for row in list(scoring.rows):
+                    self.cancel(row.request.request_id)
 
     def _has_free_slot(self) -> bool:
         return bool([slot for slot in self.prefix_cache.slots if not slot.is_leased])
@@ -302,6 +369,7 @@ class Worker:
             self._table.fail(sequence, error)
             return 0
         except Exception as error:  # of the model or of paging, or a bug of ours: none concerns other requests
+            self._table.check(error)
             self._table.runner.drain()
             self._table.fail_step(sequence, error)
             return self._chunk_tokens
@@ -317,6 +385,7 @@ class Worker:
         if pictures.placed and (taken_tokens := self._encode(sequence, lease.offset)):
             return taken_tokens
         stop = pictures.chunk_end(lease.offset, lease.chunk_stop(self._chunk_for(sequence), sequence.limit))
+        stop = min(stop, sequence.limit)
         chunk, num_top = sequence.tokens[lease.offset : stop], sequence.request.prompt_logprobs
         if num_top is None:
             features = None if sequence.encoding is None else sequence.encoding.features
@@ -342,15 +411,18 @@ class Worker:
             sequence.encoding = None
             return 0
         sequence.encoding = self._table.runner.encode(placed.picture, sequence.namespace)
-        is_needed = offset >= placed.start and sequence.encoding.features is None
-        return sequence.encoding.step() if is_needed else 0
+        if offset < placed.start or sequence.encoding.features is not None:
+            return 0
+        num_tokens = sequence.encoding.step()
+        self.prefix_cache.reclaimer.free()  # finished features are charged
+        return num_tokens
 
     # -- admission
 
     def _admit(self, sequence: Sequence) -> Lease | None:
         """None if the sequence must wait for a slot or for memory, or was refused."""
         begun = self.now()
-        self.prefix_cache.pins.release_expired(begun)
+        self.prefix_cache.pins.release_expired(self._stepped_at)
         try:
             lease = self._begin(sequence)
         except (BudgetExceeded, PinnedFull) as error:
@@ -379,6 +451,7 @@ class Worker:
                 min(request.max_tokens - len(sequence.output.tokens), self._expected_tokens),
                 is_volatile=request.is_volatile,
                 is_background=request.priority is Priority.BACKGROUND,
+                wants_head=request.line is not None,
             )
         )
 
@@ -394,7 +467,8 @@ class Worker:
         sequence.begun = begun
         tokens = len(request.tokens), lease.match_tokens, lease.hit_tokens
         reuse = Reuse() if request.prompt_logprobs is None else OF_SCORED
-        sequence.started = Started(lease.slot_index, *tokens, 1000 * (now - begun), lease.tier, reuse)
+        restore_ms, rounded_tokens = 1000 * (now - begun), lease.rounded_tokens
+        sequence.started = Started(lease.slot_index, *tokens, restore_ms, lease.tier, reuse, rounded_tokens)
         sequence.post([sequence.started])
 
     # -- the end of a prompt

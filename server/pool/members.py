@@ -96,8 +96,8 @@ class Member:
 
     @property
     def is_busy(self) -> bool:
-        """A stuck engine cannot be asked to end."""
-        return self.num_holds > 0 or self.engine.stuck_seconds is not None
+        """A stuck engine cannot be asked to end; one that other machines follow would end these."""
+        return self.num_holds > 0 or self.engine.stuck_seconds is not None or self.engine.is_divided
 
     @property
     def held_bytes(self) -> int:

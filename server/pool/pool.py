@@ -8,10 +8,8 @@ after the model that waits for its memory.
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from cache.budget import FolderError
 from models.errors import ModelBroken, ModelError
 from models.texts import size_text
 from server.engine.engine import Engine
+from server.engine.messages import on_thread
 from server.engine.request import EngineStopped, EngineStuck
 from server.pool.catalog import Catalog
 from server.pool.members import Around, Budgets, Member, ModelHold
@@ -61,21 +60,6 @@ class Opener(Protocol):
 
     def describe(self, source: ModelSource) -> ListedModel:
         """What the files say; of damaged ones, the name."""
-
-
-async def on_thread(name: str, work: Callable[[], Result]) -> Result:
-    """Awaits `work` on a daemon thread."""
-    done: Future[Result] = Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # handed to whoever awaits it
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await asyncio.wrap_future(done)
 
 
 @dataclass(eq=False)
@@ -265,6 +249,8 @@ class ModelPool:
                 return False
             if (seconds := member.engine.stuck_seconds) is not None:
                 raise EngineStuck(seconds)
+            if member.engine.is_divided:
+                raise ModelInUse(f"{source.id} is divided among machines, and stays loaded until the server ends")
             if member.is_busy:
                 raise ModelInUse(f"{source.id} answers {member.num_holds} requests; it can be unloaded when they end")
             await self._unload([member])
@@ -493,6 +479,8 @@ class ModelPool:
 
     def expires(self, member: Member) -> float:
         """Returns when an idle model is unloaded: as a client or the setting says, else if memory is short."""
+        if member.engine.is_divided:
+            return FOREVER
         is_short = self._settings.memory.is_short(self.budgets.weights_bytes)
         asked = (member.keep_alive_seconds, self._settings.keep_alive_seconds)
         default = WHEN_SHORT_SECONDS if is_short else FOREVER

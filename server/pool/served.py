@@ -18,7 +18,6 @@ from models.output.call_reader import CallReader, HarmonyReader
 from models.output.detokenizer import Detokenizer, token_search
 from models.output.pieces import OutputParser, ReasoningFormat, ReasoningParser, Thinking
 from models.prompt.chat_template import ChatRenderer
-from models.prompt.shapes import ToolOrders
 from models.store.stored_model import ModelDefaults
 
 if TYPE_CHECKING:
@@ -76,6 +75,13 @@ class ListedModel:
     """The most tokens of prompt and answer together, by model and configuration."""
     facts: ModelFacts = field(default_factory=ModelFacts)
     parent_id: str | None = None
+    has_tower: bool = False
+    """Known of an unloaded model by its files."""
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What requests may ask for, in Ollama's words; of an unloaded model what its files tell."""
+        return "completion", *(["vision"] if self.has_tower else [])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,8 +111,6 @@ class ServedModel(ListedModel):
     """None for a base model."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     """Other defaults; sampling and context have their own fields."""
-    tool_orders: ToolOrders = field(default_factory=ToolOrders)
-    """Shared with other names of the model."""
 
     def labelled(self, name: str, defaults: ModelDefaults) -> "ServedModel":
         """The model under another name, with its defaults; state is shared."""
@@ -149,6 +153,17 @@ class ServedModel(ListedModel):
     def tokens_containing(self) -> Callable[[str], tuple[int, ...]]:
         """The tokens that hold a text."""
         return token_search(self.token_texts.piece, self.vocab_size)
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """Without "tools" if calls would come as text."""
+        can = {"vision": self.vision is not None, "tools": self.tool_calls == "parsed", "thinking": self.thinks}
+        return "completion", *(name for name, is_there in can.items() if is_there)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether reasoning is told apart."""
+        return self.reasoning_format is not None or self.call_format is HARMONY
 
     @property
     def tool_calls(self) -> Literal["parsed", "text", "none"]:

@@ -9,7 +9,6 @@ from cache.layers import layout
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.slots import Lookup
-from cache.snapshots import RestorePointKind
 from cache.trie import Node, PrefixTrie
 from tests.support import cache_driver, fake_model
 
@@ -48,23 +47,6 @@ def test_prompts_without_a_session_do_not_drive_out_a_conversation() -> None:
     assert known(prefix_cache, 50) == 0
 
 
-def test_a_conversation_without_a_session_is_one_once_it_has_gone_on() -> None:
-    prefix_cache = cache_of(600)
-    cache_driver.run(prefix_cache, story(1))
-    cache_driver.run(prefix_cache, [*story(1), *story(2)])
-    for number in range(50, 60):
-        cache_driver.run(prefix_cache, story(number))
-    assert known(prefix_cache, 1) == 100
-    assert known(prefix_cache, 50) == 0
-
-
-def test_what_a_session_left_behind_goes_before_an_older_session() -> None:
-    prefix_cache = cache_of(500)
-    for number, session_id in enumerate(("old", "busy", "busy", "third", "fourth", "fifth"), 1):
-        cache_driver.run(prefix_cache, story(number), session_id=session_id)
-    assert [known(prefix_cache, number) for number in range(1, 7)] == [100, 0, 100, 100, 100, 100]
-
-
 def test_background_sessions_evict_each_other_and_not_one_that_somebody_waits_for() -> None:
     prefix_cache = cache_of(400)
     cache_driver.run(prefix_cache, story(1), session_id="chat")
@@ -89,22 +71,6 @@ def test_what_is_kept_stays_also_where_the_ends_of_sessions_go_last() -> None:
     prefix_cache.memory.evict(0, kept, guards_sessions=True)
     assert [known(prefix_cache, number) for number in (1, 2)] == [100, 0]
     prefix_cache.check()
-
-
-def test_what_is_evaluated_ahead_for_a_session_belongs_to_it() -> None:
-    prefix_cache = cache_of(500)
-    cache_driver.run(prefix_cache, story(1), session_id="chat")
-    cache_driver.run(prefix_cache, [*story(1), *story(2)], session_id="chat", is_background=True)
-    for number in range(3, 20):
-        cache_driver.run(prefix_cache, story(number), session_id=f"job {number}", is_background=True)
-    assert prefix_cache.peek(Lookup(np.array([*story(1), *story(2), 1], np.int32))) == 200
-
-
-def test_among_equals_the_oldest_goes() -> None:
-    prefix_cache = cache_of(300)
-    for number in range(1, 5):
-        cache_driver.run(prefix_cache, story(number), session_id=str(number))
-    assert [known(prefix_cache, number) for number in range(1, 5)] == [0, 100, 100, 100]
 
 
 @pytest.mark.parametrize(("newest", "gone"), [("known", "short"), ("new", "long")])
@@ -150,15 +116,6 @@ def test_pieces_of_a_conversation_keep_their_borders_as_it_grows(monkeypatch: py
         assert {border for border in before if border % length == 0} <= borders and len(borders) <= 16
         assert all(border % length == 0 for border in borders) and length in (16, 32, 64)
         before, tokens = borders, [*tokens, *story(number)]
-
-
-def test_what_a_prompt_leaves_of_its_session_is_evicted_for_it() -> None:
-    prefix_cache = cache_of(300)
-    cache_driver.run(prefix_cache, story(2), session_id="other")
-    cache_driver.run(prefix_cache, [*story(1), *story(3)], session_id="chat")
-    cache_driver.run(prefix_cache, [*story(1), *story(4)], session_id="chat")
-    assert known(prefix_cache, 2) == 100
-    assert prefix_cache.peek(Lookup(np.array([*story(1), *story(3), 1], np.int32))) == 100
 
 
 def test_what_waiting_requests_will_restore_is_evicted_last() -> None:
@@ -213,12 +170,6 @@ def test_a_conversation_has_most_value_at_its_end_and_where_its_last_turn_went_o
     }  # fmt: skip
 
 
-def test_what_has_no_value_goes_in_the_first_round_and_nothing_else_does() -> None:
-    prefix_cache = after_first_eviction(5)
-    assert prefix_cache.memory.num_evictions == 6
-    assert known_points(prefix_cache) == [1002, 4008, 5007, 5010]
-
-
 def test_points_along_a_new_prompt_are_thinned_while_it_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     """They took the memory of other conversations until the answer was over."""
     monkeypatch.setattr(snapshots, "INTERVAL_TOKENS", 500)
@@ -231,18 +182,6 @@ def test_points_along_a_new_prompt_are_thinned_while_it_is_evaluated(monkeypatch
     cache_driver.run(prefix_cache, list(range(10_001)), inspect=inspect)
     assert len(known_points(prefix_cache)) > 15
     assert len(wanted) < 8
-
-
-def test_the_beginning_that_is_left_of_a_conversation_stays_longest() -> None:
-    prefix_cache = after_first_eviction(3)
-    trie = prefix_cache.memory.find_trie("")
-    head = next(node for node in trie.nodes() if node.stop == 1002)
-    for child in list(head.children.values()):
-        prefix_cache.memory.drop_below(child)
-    for kind, chance in ((RestorePointKind.TURN_END, Chance.CURRENT), (RestorePointKind.SYSTEM_END, Chance.REST)):
-        head.kind = kind
-        prefix_cache.memory.order.changed(head)
-        assert chances(prefix_cache)[1002] is chance
 
 
 def known_points(prefix_cache: PrefixCache) -> list[int]:
@@ -318,40 +257,6 @@ def test_what_a_session_leaves_behind_is_worth_less_from_then_on() -> None:
     assert [known(prefix_cache, number) for number in (1, 2, 3, 4)] == [0, 100, 0, 100]
 
 
-def test_many_changes_on_one_path_look_once_at_what_lies_above_them() -> None:
-    class Counted(dict[Node, Candidate]):
-        num_asked = 0
-
-        def __contains__(self, node: object) -> bool:
-            Counted.num_asked += 1
-            return super().__contains__(node)
-
-    prefix_cache = recurrent()
-    talk(prefix_cache, 30, "1")
-    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    held, nodes = prefix_cache.memory.order, list(prefix_cache.memory.nodes())
-    held._refresh()
-    held._latest = Counted(held._latest)
-    for node in nodes:
-        held.changed(node)
-    assert nodes[-1] in held._find_stale()
-    assert len(nodes) >= 30 and 0 < Counted.num_asked <= 3 * len(nodes)
-
-
-def test_an_edge_that_holds_nothing_goes_with_the_last_leaf_below_it() -> None:
-    prefix_cache = PrefixCache(lambda: fake_model.make_caches("P"), num_slots=1, budget_bytes=1 << 40)
-    for session_id, rest in (("a", range(50, 100)), ("b", range(500, 550))):
-        cache_driver.run(prefix_cache, [*range(50), *rest], session_id=session_id)
-    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
-    trie = prefix_cache.memory.find_trie("")
-    head = trie.match(np.arange(50, dtype=np.int32)).node.path()[-1]
-    trie.snap(head, None)
-    assert (head.stop, len(head.children), head.num_bytes) == (50, 2, 0)
-    prefix_cache.memory.evict(0, ())
-    assert prefix_cache.stats().num_nodes == 0
-    prefix_cache.check()
-
-
 def test_nothing_is_kept_of_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "MIN_GARBAGE", 10)
     prefix_cache = cache_of(500)
@@ -367,14 +272,6 @@ def test_nothing_is_kept_of_what_is_outdated(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(100):
         cache_driver.run(prefix_cache, story(number % 3), session_id=str(number % 3))
     assert len(prefix_cache.memory.order._queue) < 40
-
-
-def test_much_that_has_changed_is_looked_at_before_something_must_go() -> None:
-    prefix_cache = cache_of(10**6)
-    for number in range(1, 100):
-        cache_driver.run(prefix_cache, story(number), session_id=str(number))
-    assert len(prefix_cache.memory.order._changed) <= eviction.MANY_CHANGED
-    assert len(prefix_cache.memory.order._latest) > 50
 
 
 def drop_one(prefix_cache: PrefixCache, *kept: Node, is_background: bool = False) -> None:

@@ -154,7 +154,7 @@ def test_what_is_followed_is_what_a_naive_search_follows(operations: list[tuple[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(history, "CHAIN_DEPTH", 1 << 30)
         # All namespaces share their chains.
-        patch.setattr(history, "_salt", lambda namespace: 0)
+        patch.setattr(history.History, "salt_of", lambda self, namespace: 0)
         compared = Compared()
         for name, *arguments in operations:
             getattr(compared, name)(*arguments)
@@ -218,43 +218,6 @@ def test_the_oldest_texts_of_all_namespaces_make_way(seed: int) -> None:
         assert found == sorted(found) and found[-1]
         kept = sum(len(text) for text, is_found in zip(added, found, strict=True) if is_found)
         assert all(found) or kept > 2500
-
-
-def test_of_a_text_longer_than_the_history_may_hold_the_end_is_kept() -> None:
-    known = History(4000 * PLACE_BYTES)
-    known.add("", np.arange(5000, dtype=np.int32))
-    assert following(known, [4500, 4501, 4502]).next_tokens(2) == [4503, 4504]
-    assert following(known, [100, 101, 102]).next_tokens(2) == []
-
-
-def test_a_text_that_makes_way_is_no_longer_followed_even_where_another_begins_alike() -> None:
-    known = History(400 * PLACE_BYTES)
-    known.add("ours", np.arange(90, dtype=np.int32))
-    own = known.begin("ours")
-    follower = HistoryFollower(known, own)
-    for token in range(5):
-        own.push(token)
-        follower.push(token)
-    assert follower.next_tokens(2) == [5, 6]
-    for _ in range(4):
-        known.add("theirs", np.arange(90, dtype=np.int32))
-    assert (follower.match_length, follower.next_tokens(2)) == (0, [])
-    own.push(5)
-    follower.push(5)
-    assert (follower.match_length, follower.next_tokens(2)) == (0, [])
-
-
-def test_the_longest_agreement_wins_then_the_newest() -> None:
-    known = History()
-    for tokens in ([1, 2, 3, 4, 10], [9, 2, 3, 4, 20], [8, 2, 3, 4, 30]):
-        known.add("", array_of(tokens))
-    assert following(known, [9, 2, 3, 4]).next_tokens(5) == [20]
-    assert following(known, [7, 2, 3, 4]).next_tokens(5) == [30]
-
-
-def test_an_output_that_repeats_itself_is_expected_to_go_on() -> None:
-    follower = following(History(), [5, 6, 7, 5, 6, 7])
-    assert (follower.match_length, follower.next_tokens(5)) == (3, [5, 6, 7, 5, 6])
 
 
 def test_memory_grows_with_the_texts_up_to_the_limit() -> None:
@@ -328,32 +291,3 @@ def test_no_client_can_name_a_namespace_that_crowds_out_anothers_texts() -> None
             known.add(namespace, text)
     found = [following(known, text[:3].tolist(), ours).match_length for text in texts]
     assert sum(map(bool, found)) > len(texts) // 2
-
-
-def test_who_forgets_does_not_keep_the_answers_of_others_from_joining() -> None:
-    known = History()
-    outputs = [known.begin(*whose) for whose in (("ours", "s"), ("ours", "t"), ("theirs", "s"))]
-    known.forget("ours", "s")
-    for first, own in enumerate(outputs):
-        for token in range(10 * first, 10 * first + 6):
-            own.push(token)
-        own.end(keeps=True)
-    found = [following(known, [10 * first + n for n in range(3)], own.namespace) for first, own in enumerate(outputs)]
-    assert [bool(one.match_length) for one in found] == [False, True, True]
-
-
-def test_all_texts_are_forgotten_also_those_that_are_followed_and_those_to_come() -> None:
-    known = History()
-    known.add("", array_of([1, 2, 3, 4, 5, 6]))
-    own = known.begin("")
-    follower = HistoryFollower(known, own)
-    for token in (1, 2, 3):
-        own.push(token)
-        follower.push(token)
-    assert follower.next_tokens(9) == [4, 5, 6]
-    known.forget()
-    assert (follower.match_length, follower.next_tokens(9)) == (0, [])
-    own.push(4)
-    follower.push(4)
-    own.end(keeps=True)
-    assert (follower.match_length, following(known, [1, 2, 3]).match_length) == (0, 0)

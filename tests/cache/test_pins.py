@@ -53,29 +53,6 @@ def fill(prefix_cache: PrefixCache, first: int = 50, count: int = 20) -> None:
         cache_driver.run(prefix_cache, story(number), session_id=f"filler {number}")
 
 
-def test_what_is_pinned_outlives_everything_else_and_goes_once_unpinned() -> None:
-    prefix_cache = calibrated(500)
-    cache_driver.run(prefix_cache, story(1), session_id="s")
-    assert prefix_cache.pins.pin(SESSION, array(story(1))) == 100
-    fill(prefix_cache)
-    prefix_cache.check()
-    assert known(prefix_cache, story(1)) == 100
-    assert known(prefix_cache, story(50)) == 0
-    prefix_cache.pins.release(SESSION)
-    fill(prefix_cache, 100)
-    assert known(prefix_cache, story(1)) == 0
-
-
-@pytest.mark.parametrize("layout", ["W", "R", "WR"])
-def test_a_pinned_conversation_of_any_layout_stays_restorable_at_its_end(layout: str) -> None:
-    prefix_cache = calibrated(600, layout=layout)
-    cache_driver.run(prefix_cache, story(1), [7, 8], session_id="s")
-    prefix_cache.pins.pin(SESSION, array([*story(1), 7, 8]))
-    fill(prefix_cache)
-    assert known(prefix_cache, [*story(1), 7, 8]) == 102
-    assert prefix_cache.memory.num_evictions > 0
-
-
 def test_at_most_half_of_the_budget_is_pinned_and_a_session_that_outgrows_it_keeps_its_head() -> None:
     prefix_cache = calibrated(460, num_slots=2)
     for number in (1, 2, 3):
@@ -138,21 +115,6 @@ def test_a_namespace_is_cleared_with_its_pins_and_others_are_not() -> None:
     assert not prefix_cache.pins.release(ours) and prefix_cache.pins.release(theirs)
     assert prefix_cache.peek(Lookup(array([*story(1), 1]), namespace="ours")) == 0
     assert prefix_cache.peek(Lookup(array([*story(1), 1]), namespace="theirs")) == 100
-
-
-def test_clearing_leaves_a_running_request_alone() -> None:
-    prefix_cache = calibrated(2000, num_slots=2)
-    cache_driver.run(prefix_cache, story(2))
-    tokens = array(story(1))
-    lease = prefix_cache.begin(CacheRequest(Lookup(tokens)))
-    assert lease is not None
-    cache_driver.prefill(lease, tokens, fake_model.evaluate, stop_at=50)
-    prefix_cache.clear("")
-    prefix_cache.check()
-    cache_driver.prefill(lease, tokens, fake_model.evaluate)
-    fake_model.assert_holds(lease.caches, story(1)[:-1])
-    lease.close()
-    assert known(prefix_cache, story(1)) == 99 and known(prefix_cache, story(2)) == 0
 
 
 @pytest.mark.parametrize("layout", ["W", "C", "WR"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cache import pager
-from cache.budget import BudgetExceeded, EvictionReason
+from cache.budget import EvictionReason
 from cache.layers import layout as layout_module
 from cache.layers import state
 from cache.lease import Lease
@@ -19,8 +19,6 @@ from cache.snapshots import RestorePoint, RestorePointKind
 from cache.trie import Snapshot
 from cache.types import TokenArray
 from tests.support import cache_driver, fake_model
-
-# isort: split
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")
 
@@ -78,18 +76,6 @@ def test_a_restore_point_without_memory_costs_no_other() -> None:
     prefix_cache.check()
 
 
-def test_namespaces_that_hold_nothing_are_forgotten() -> None:
-    prefix_cache = make(num_slots=1)
-    for number in range(20):
-        cache_driver.run(prefix_cache, [1, 2, 3], namespace=f"salt {number}")
-        prefix_cache.peek(Lookup(np.array([1, 2], np.int32), namespace=f"asked {number}"))
-    prefix_cache.clear()
-    prefix_cache.check()
-    assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="new").left == 3
-    assert len(prefix_cache.memory.tries) <= 2
-    assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="salt 3").left == 3
-
-
 @pytest.mark.parametrize(("asked_for", "kept"), [(97, 97), (100, 99), (30, 99)])
 def test_a_prompts_end_is_kept_once(asked_for: int, kept: int) -> None:
     """Clients' prompts end with a few tokens that ask for the answer, and the next prompt may not have them."""
@@ -130,60 +116,11 @@ def calibrated(num_tokens: float, *, num_slots: int) -> PrefixCache:
     return prefix_cache
 
 
-@pytest.mark.parametrize("num_shared", [0, 200])
-def test_what_a_slot_gives_up_frees_memory_too(num_shared: int) -> None:
-    """The conversation that leaves the slot counts as stored from then on, and can be dropped."""
-    prefix_cache = calibrated(800, num_slots=1)
-    first = list(range(1, 513))
-    cache_driver.run(prefix_cache, first)
-    second = [*first[:num_shared], *range(1000, 1512 - num_shared)]
-    lease = begin(prefix_cache, second)
-    ledger = prefix_cache.ledger
-    assert lease.hit_tokens == num_shared
-    assert ledger.charged_bytes <= ledger.budget_bytes
-    cache_driver.prefill(lease, np.array(second, np.int32), fake_model.evaluate)
-    assert ledger.charged_bytes <= ledger.budget_bytes
-    lease.close()
-
-
-def test_a_request_that_can_never_fit_is_refused() -> None:
-    prefix_cache = calibrated(100, num_slots=1)
-    with pytest.raises(BudgetExceeded) as caught:
-        begin(prefix_cache, range(1, 102))
-    assert f"the budget is {100 * BYTES_PER_TOKEN / 1e6:.1f} MB" in str(caught.value)
-    prefix_cache.check()
-    cache_driver.run(prefix_cache, range(1, 60))
-
-
 def test_a_prompt_that_fits_is_taken_however_long_its_answer_may_become() -> None:
     prefix_cache = calibrated(100, num_slots=1)
     lease = begin(prefix_cache, range(1, 60), expected_tokens=60)
     assert prefix_cache.ledger.charged_bytes <= prefix_cache.ledger.budget_bytes
     lease.close()
-
-
-def test_an_answer_that_outgrows_what_was_expected_takes_the_memory_of_idle_state() -> None:
-    """Two idle conversations fill the budget; the one that is generated grows over it while it runs."""
-    prefix_cache = calibrated(1500, num_slots=2)
-    for start in (1000, 2000):
-        cache_driver.run(prefix_cache, range(start, start + 500))
-    lease = begin(prefix_cache, range(1, 101))
-    cache_driver.prefill(lease, np.arange(1, 101, dtype=np.int32), fake_model.evaluate)
-    for token in range(100, 800):
-        fake_model.evaluate(lease.caches, fake_model.tokens_of(token))
-        lease.append(token)
-    assert prefix_cache.ledger.charged_bytes <= prefix_cache.ledger.budget_bytes
-    lease.close()
-    prefix_cache.check()
-
-
-def test_a_request_waits_for_another_ones_memory() -> None:
-    prefix_cache = calibrated(700, num_slots=2)
-    lease = begin(prefix_cache, range(1, 500))
-    assert prefix_cache.begin(CacheRequest(Lookup(np.arange(1000, 1400, dtype=np.int32)))) is None
-    prefix_cache.check()
-    lease.close()
-    begin(prefix_cache, range(1000, 1400)).close()
 
 
 ALLOCATIONS = [
@@ -264,17 +201,6 @@ def try_to_run(prefix_cache: PrefixCache, prompt: list[int]) -> bool:
     return True
 
 
-def test_another_namespaces_slot_is_never_gone_on_in() -> None:
-    """The same tokens are known in both, but here they can be restored nowhere, and there they are live."""
-    prefix_cache = make("R", num_slots=1)
-    cache_driver.run(prefix_cache, range(1, 9), namespace="salted")
-    cache_driver.run(prefix_cache, [1, 2, 3])
-    tokens = fake_model.tokens_of(1, 2, 3, 9)
-    assert prefix_cache.peek(Lookup(tokens, namespace="salted")) == 0
-    outcome = cache_driver.run(prefix_cache, [1, 2, 3, 9], namespace="salted", inspect=holds([1, 2, 3, 9]))
-    assert (outcome.match, outcome.hit) == (3, 0)
-
-
 def test_what_a_request_is_about_to_restore_is_not_evicted_for_it() -> None:
     prefix_cache = calibrated(1300, num_slots=1)
     oldest, newer, newest = ([*range(first, first + 400)] for first in (1, 1000, 2000))
@@ -305,16 +231,6 @@ def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_the
     assert cache_driver.run(prefix_cache, changed, inspect=holds(changed)).hit == 20
 
 
-def test_what_a_running_request_holds_can_be_restored_only_where_it_left_a_snapshot() -> None:
-    prefix_cache = make("R")
-    lease = begin(prefix_cache, [1, 2, 3, 4, 5, 6], restore_points=[RestorePoint(2, RestorePointKind.SYSTEM_END)])
-    evaluate(lease, [1, 2])
-    evaluate(lease, [3, 4])
-    assert prefix_cache.peek(Lookup(np.array([1, 2, 3, 4, 9], np.int32))) == 2
-    lease.close()
-    assert prefix_cache.peek(Lookup(np.array([1, 2, 3, 4, 9], np.int32))) == 4
-
-
 def test_a_large_page_out_leaves_nothing_in_the_pool_of_freed_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix_cache, cleared = make(), list[int]()
     monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(prefix_cache.ledger.live_bytes))
@@ -323,3 +239,36 @@ def test_a_large_page_out_leaves_nothing_in_the_pool_of_freed_buffers(monkeypatc
         cache_driver.run(prefix_cache, list(range(1, 90)))
         prefix_cache.pager.page_out_idle(0, None)
         assert cleared == expected, "the pool is emptied once the live buffers are freed, and for large ones only"
+
+
+PROMPT = list(range(1, 60))
+
+
+@pytest.mark.parametrize("layout", ["T", "TR", "TW"])
+def test_a_parked_cache_refers_to_no_live_state_and_restores_all_of_it_later(layout: str) -> None:
+    prefix_cache = make(layout)
+    cache_driver.run(prefix_cache, PROMPT, [7, 8, 9], session_id="a")
+    held = prefix_cache.stats()
+    prefix_cache.park()
+    prefix_cache.check()
+    assert prefix_cache.stats().live_bytes == 0 and not any(slot.caches for slot in prefix_cache.slots)
+    with pytest.raises(AssertionError, match="parked"):
+        prefix_cache.begin(CacheRequest(Lookup(np.array(PROMPT, np.int32))))
+    prefix_cache.resume(lambda: fake_model.make_caches(layout), held.budget_bytes)
+    outcome = cache_driver.run(prefix_cache, [*PROMPT, 7, 8, 9, 70, 71], inspect=_holds_what_it_says)
+    assert outcome.hit == len(PROMPT) + 3
+
+
+def _holds_what_it_says(lease: object) -> None:
+    slot = lease._slot  # type: ignore[attr-defined]
+    fake_model.assert_holds(slot.caches, slot.log.view(0, slot.offset).tolist())
+
+
+def test_a_budget_below_what_a_request_holds_is_refused_and_changes_nothing_for_it() -> None:
+    prefix_cache = make("T")
+    before = prefix_cache.stats().budget_bytes
+    refused: list[int] = []
+    cache_driver.run(prefix_cache, PROMPT, inspect=lambda lease: refused.append(prefix_cache.try_resize(1)))
+    assert refused[0] > 0
+    assert prefix_cache.stats().budget_bytes == before
+    assert prefix_cache.try_resize(1) == 0, "nothing runs any more"

@@ -351,13 +351,13 @@ class DiskMachine(PrefixCacheMachine):
 
     @invariant()
     def everything_is_written(self) -> None:
-        assert not hasattr(self, "tier") or self.tier is None or self.tier.flush(10)
+        assert not hasattr(self, "tier") or self.tier is None or self.tier.flush(120)
 
     @rule()
     def save(self) -> None:
         for _ in self.prefix_cache.save():
             self.prefix_cache.check()
-        assert self.tier is not None and self.tier.flush(10)
+        assert self.tier is not None and self.tier.flush(120)
 
     @precondition(lambda self: not self.running)
     @rule(percent=st.integers(0, 100))

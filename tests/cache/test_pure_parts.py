@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cache import eviction as policy
-from cache import snapshots
-from cache.slots import LookupResult, Slot, choose_slot
+from cache import slots, snapshots
+from cache.slots import NEW_SESSION_COUNT, LookupResult, RequestClock, Slot, choose_slot
 from cache.snapshots import KeptPoint, RestorePoint, RestorePointKind
 from cache.trie import Node, Place
 from cache.types import TokenLog
@@ -75,45 +75,23 @@ def order(candidates: Sequence[policy.Candidate]) -> str:
     return found
 
 
-@pytest.mark.parametrize(
-    ("candidates", "expected"),
-    [
-        ([], ""),
-        ([candidate("b", 2), candidate("a", 3), candidate("c", 1)], "abc"),
-        ([candidate("b", 1, num_tokens=90), candidate("a", 1, num_tokens=10)], "ab"),
-        ([candidate("a", 1, num_bytes=20), candidate("b", 1, num_bytes=10)], "ab"),
-        ([candidate("b", 1), candidate("a", 1, chance=policy.Chance.LEFT)], "ab"),
-        ([candidate("a", 1, chance=policy.Chance.UNUSABLE), candidate("b", 999)], "ab"),
-        ([candidate("x", 1, num_bytes=0), candidate("a", 2)], "a"),
-        ([candidate("b", 99, is_explicit=True), candidate("a", 1)], "ab"),
-        ([candidate("a", 1), candidate("b", 1), candidate("c", 1)], "abc"),
-    ],
-    ids=[
-        "none",
-        "oldest first",
-        "cheapest to evaluate first",
-        "largest first",
-        "least likely first",
-        "of no use first",
-        "nothing freed",
-        "asked for last",
-        "stable",
-    ],
-)
-def test_eviction_order(candidates: list[policy.Candidate], expected: str) -> None:
+EVICTIONS: dict[str, tuple[list[policy.Candidate], str]] = {
+    "none": ([], ""),
+    "oldest first": ([candidate("b", 2), candidate("a", 3), candidate("c", 1)], "abc"),
+    "cheapest to evaluate first": ([candidate("b", 1, num_tokens=90), candidate("a", 1, num_tokens=10)], "ab"),
+    "largest first": ([candidate("a", 1, num_bytes=20), candidate("b", 1, num_bytes=10)], "ab"),
+    "least likely first": ([candidate("b", 1), candidate("a", 1, chance=policy.Chance.LEFT)], "ab"),
+    "of no use first": ([candidate("a", 1, chance=policy.Chance.UNUSABLE), candidate("b", 999)], "ab"),
+    "nothing freed": ([candidate("x", 1, num_bytes=0), candidate("a", 2)], "a"),
+    "asked for last": ([candidate("b", 99, is_explicit=True), candidate("a", 1)], "ab"),
+    "stable": ([candidate("a", 1), candidate("b", 1), candidate("c", 1)], "abc"),
+}
+
+
+@pytest.mark.parametrize("name", EVICTIONS)
+def test_eviction_order(name: str) -> None:
+    candidates, expected = EVICTIONS[name]
     assert order(candidates) == expected
-
-
-def test_what_is_exposed_takes_its_place_in_the_order() -> None:
-    queue = queue_of([candidate("old leaf", 9), candidate("new leaf", 1)])
-    assert queue.pop(NOW) == candidate("old leaf", 9)
-    queue.push(candidate("its parent", 8))
-    queue.push(candidate("empty", 99, num_bytes=0))
-    assert len(queue) == 2
-    assert queue.rank(NOW) == candidate("its parent", 8).rank(NOW)
-    assert queue.pop(NOW) == candidate("its parent", 8)
-    assert queue.pop(NOW) == candidate("new leaf", 1)
-    assert queue.pop(NOW) is None and len(queue) == 0
 
 
 def test_what_has_more_value_when_young_goes_first_once_age_matters_less() -> None:
@@ -152,9 +130,6 @@ def test_what_was_used_at_many_times_is_kept_in_few_heaps() -> None:
     assert len(queue._heaps) < 100
 
 
-# -------------------------------------------------------------------------------------------------------- ledger
-
-
 # --------------------------------------------------------------------------------------------------------- slots
 
 
@@ -180,46 +155,34 @@ def view(
     return slot, common
 
 
-@pytest.mark.parametrize(
-    ("views", "stored_offset", "expected"),
-    [
-        ([view(0, 9, 0), view(1)], 0, 1),
-        ([view(0, 9, 0, last_used=2), view(1, 9, 0, last_used=1)], 0, 1),
-        ([view(0), view(1, 9, 9)], 0, 1),
-        ([view(0), view(1, 9, 9, is_leased=True)], 0, 0),
-        ([view(0, 5, 5), view(1, 9, 9)], 0, 1),
-        ([view(0, 9, 9), view(1, 9, 9, is_same_session=True)], 0, 1),
-        ([view(0, 9, 9), view(1)], 20, 1),
-        ([view(0, 9, 9), view(1)], 9, 0),
-        ([view(0, 9, 4), view(1)], 0, 1),
-        ([view(0, 9, 5, is_same_session=True), view(1)], 0, 0),
-        ([view(0, 9, 4, is_same_session=True), view(1)], 0, 1),
-        ([view(0, 9, 7, turn_start=7), view(1)], 0, 0),
-        ([view(0, 9, 6, turn_start=7), view(1)], 0, 1),
-        ([view(0, 9, 0, is_same_session=True), view(1)], 0, 1),
-        ([view(0, 9, 8, turn_start=8), view(1, 9, 6, is_same_session=True)], 0, 1),
-        ([view(0, 9, 9), view(1, 20, 15, is_same_session=True)], 0, 0),
-    ],
-    ids=[
-        "an empty one before another's",
-        "the one unused for longest",
-        "the one that it continues",
-        "not a leased one",
-        "the longest that it continues",
-        "of equals the same session's",
-        "elsewhere if more is stored",
-        "in place if as much is stored",
-        "a shared system prompt is no reason",
-        "rewinds its own session",
-        "not if less than half stays",
-        "re-renders a last turn without a session",
-        "not if more than the last turn changed",
-        "a session with nothing in common is no reason",
-        "its own session before another's turn",
-        "going on before rewinding",
-    ],
-)
-def test_choice_of_a_slot(views: list[tuple[Slot, int]], stored_offset: int, expected: int) -> None:
+CHOICES: dict[str, tuple[list[tuple[Slot, int]], int, int]] = {
+    "an empty one before another's": ([view(0, 9, 0), view(1)], 0, 1),
+    "the one unused for longest": ([view(0, 9, 0, last_used=2), view(1, 9, 0, last_used=1)], 0, 1),
+    "the one that it continues": ([view(0), view(1, 9, 9)], 0, 1),
+    "not a leased one": ([view(0), view(1, 9, 9, is_leased=True)], 0, 0),
+    "the longest that it continues": ([view(0, 5, 5), view(1, 9, 9)], 0, 1),
+    "of equals the same session's": ([view(0, 9, 9), view(1, 9, 9, is_same_session=True)], 0, 1),
+    "elsewhere if more is stored": ([view(0, 9, 9), view(1)], 20, 1),
+    "in place if as much is stored": ([view(0, 9, 9), view(1)], 9, 0),
+    "a shared system prompt is no reason": ([view(0, 9, 4), view(1)], 0, 1),
+    "rewinds its own session": ([view(0, 9, 5, is_same_session=True), view(1)], 0, 0),
+    "not if less than half stays": ([view(0, 9, 4, is_same_session=True), view(1)], 0, 1),
+    "re-renders a last turn without a session": ([view(0, 9, 7, turn_start=7), view(1)], 0, 0),
+    "not if more than the last turn changed": ([view(0, 9, 6, turn_start=7), view(1)], 0, 1),
+    "a session with nothing in common is no reason": ([view(0, 9, 0, is_same_session=True), view(1)], 0, 1),
+    "its own session before another's turn": (
+        [view(0, 9, 8, turn_start=8), view(1, 9, 6, is_same_session=True)],
+        0,
+        1,
+    ),
+    "going on before rewinding": ([view(0, 9, 9), view(1, 20, 15, is_same_session=True)], 0, 0),
+}
+"""Views of slots, tokens that are stored elsewhere, and the slot to choose."""
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_choice_of_a_slot(name: str) -> None:
+    views, stored_offset, expected = CHOICES[name]
     slots, shared = [slot for slot, _ in views], [common for _, common in views]
     found = choose_slot(slots, LookupResult(Place(NOWHERE, 0), [], stored_offset, shared, 0), "", "ours")
     assert found.index == expected
@@ -282,13 +245,6 @@ class TestSuperseded:
         assert snapshots.superseded(path, 35) == [50]
 
 
-def test_only_what_is_long_has_points_along_it() -> None:
-    step = snapshots.INTERVAL_TOKENS
-    assert snapshots.intervals(5, 5 + 2 * step - 1) == []
-    assert [point.offset for point in snapshots.intervals(5, 3 * step)] == [step, 2 * step]
-    assert [point.offset for point in snapshots.intervals(step, 3 * step + 1)] == [2 * step, 3 * step]
-
-
 def test_of_each_turn_one_point_goes_to_disk_and_shared_ones_once() -> None:
     system = KeptPoint(500, RestorePointKind.SYSTEM_END, is_branch=False)
     branch = KeptPoint(700, None, is_branch=True)
@@ -304,3 +260,30 @@ def test_of_each_turn_one_point_goes_to_disk_and_shared_ones_once() -> None:
     assert snapshots.choose_for_disk(path, [500, 700, 3100], min_gain=1000) == [4100]
     assert snapshots.choose_for_disk(path, [500, 700, 4100], min_gain=1000) == []
     assert snapshots.choose_for_disk([turns[0]], [], min_gain=1000) == [4000]
+
+
+def passed(requests: RequestClock, session_id: str | None, namespace: str = "", **fields: bool) -> int:
+    """Returns what one more beginning counts."""
+    before = requests.now
+    requests.begin(namespace, session_id, **fields)
+    return requests.now - before
+
+
+def test_a_conversation_counts_more_as_it_begins_once_and_in_each_namespace() -> None:
+    requests = RequestClock()
+    assert [passed(requests, "a"), passed(requests, "a"), passed(requests, "b")] == [
+        1 + NEW_SESSION_COUNT,
+        1,
+        1 + NEW_SESSION_COUNT,
+    ]
+    assert passed(requests, "a", "other") == 1 + NEW_SESSION_COUNT
+    assert passed(requests, "title", is_background=True) == 1
+
+
+def test_the_names_heard_of_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "MAX_SESSIONS", 2)
+    requests = RequestClock()
+    for name in ("a", "b", "a", "c"):
+        requests.begin("", name)
+    assert passed(requests, "a") == 1
+    assert passed(requests, "b") == 1 + NEW_SESSION_COUNT

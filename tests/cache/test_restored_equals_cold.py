@@ -130,7 +130,7 @@ def test_restored_from_disk_equals_cold(name: str, tmp_path: Path, monkeypatch: 
     first = [*SYSTEM, *QUESTION]
     chat = Chat(name, disk=open_tier(tmp_path))
     reply, _ = chat.ask(first)
-    chat.prefix_cache.end(10)
+    chat.prefix_cache.end(120)
     tier = open_tier(tmp_path)
     again = Chat(name, disk=tier)
     _, hit = again.ask([*first, *reply, *some_tokens(3, 15)])

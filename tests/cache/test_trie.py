@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cache.slots import Lookup
 from cache.trie import Node, Place, PrefixTrie
-from cache.types import TokenArray, common_prefix_length
+from cache.types import TokenArray
 
 BYTES_PER_TOKEN = 7
 SPLIT_COST = 3
@@ -81,15 +82,6 @@ def insert(trie: PrefixTrie, *tokens: int) -> Node:
 # ------------------------------------------------------------------------------------------------------ examples
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "length"),
-    [((), (), 0), ((1,), (), 0), ((1, 2), (1, 2), 2), ((1, 2), (1, 2, 3), 2), ((1, 2), (1, 3), 1), ((2,), (1,), 0)],
-)
-def test_common_prefix_length(left: tuple[int, ...], right: tuple[int, ...], length: int) -> None:
-    assert common_prefix_length(ids(*left), ids(*right)) == length
-    assert common_prefix_length(ids(*right), ids(*left)) == length
-
-
 def test_the_edges_of_a_trie_own_their_tokens() -> None:
     trie, tokens = PrefixTrie(), ids(1, 2, 3)
     trie.store(trie.extend(trie.root, tokens), Text(0, (1, 2, 3)))
@@ -106,14 +98,6 @@ def test_an_edge_is_split_only_inside(offset: int) -> None:
         trie.split(leaf, offset)
     with pytest.raises(ValueError, match="cannot split"):
         trie.split(trie.root, 0)
-
-
-def test_a_split_leaves_an_indivisible_snapshot_at_its_offset() -> None:
-    trie = PrefixTrie()
-    node = insert(trie, 1, 2, 3)
-    trie.snap(node, Mark(10))
-    upper = trie.split(node, 1)
-    assert (upper.snapshot, node.snapshot) == (None, Mark(10))
 
 
 def chain(trie: PrefixTrie) -> tuple[Node, Node]:
@@ -159,22 +143,6 @@ def test_what_needs_the_border_keeps_it(reason: str) -> None:
     trie.check()
 
 
-def test_only_free_leaves_are_removed() -> None:
-    trie = PrefixTrie()
-    parent, child = chain(trie)
-    for node in (parent, trie.root):
-        with pytest.raises(ValueError, match="not a removable leaf"):
-            trie.remove(node)
-    child.num_slots = 1
-    with pytest.raises(ValueError, match="not a removable leaf"):
-        trie.remove(child)
-    child.num_slots = 0
-    trie.remove(child)
-    assert trie.match(ids(1, 2, 3)).length == 2
-    with pytest.raises(ValueError, match="not a removable leaf"):
-        trie.remove(child)
-
-
 @pytest.mark.parametrize("damage", ["parent", "edge", "key", "both", "neither", "span", "slots", "count"])
 def test_check_sees_damage(damage: str) -> None:
     trie = PrefixTrie()
@@ -198,9 +166,6 @@ def test_check_sees_damage(damage: str) -> None:
             trie.num_nodes += 1
     with pytest.raises(AssertionError):
         trie.check()
-
-
-# ------------------------------------------------------------------------------------------------------ at random
 
 
 def test_it_tells_of_every_node_that_is_not_as_it_was() -> None:
@@ -235,6 +200,9 @@ def test_it_tells_of_every_node_that_is_not_as_it_was() -> None:
     assert news() == {upper, end}
     assert trie.try_absorb_parent(end)
     assert news() == {upper, end}
+
+
+# ------------------------------------------------------------------------------------------------------ at random
 
 
 class TrieMachine(RuleBasedStateMachine):
@@ -381,3 +349,38 @@ class TrieMachine(RuleBasedStateMachine):
 
 TestTrieAtRandom: Any = TrieMachine.TestCase
 TestTrieAtRandom.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(lambda tokens: np.array(tokens, np.int32))
+
+
+def add(trie: PrefixTrie, tokens: TokenArray) -> None:
+    for node in trie.extend(trie.root, tokens).path():
+        trie.make_live(node, "slot")
+
+
+def remove_one(trie: PrefixTrie, which: int) -> None:
+    leaves = [node for node in trie.nodes() if not node.children]
+    if leaves:
+        trie.remove(leaves[which % len(leaves)])
+
+
+def join_all(trie: PrefixTrie) -> None:
+    for node in list(trie.nodes()):
+        while node.parent is not None and trie.try_absorb_parent(node):
+            pass
+
+
+@given(prompt=TEXTS, steps=st.lists(st.one_of(TEXTS, st.integers(0, 5), st.none()), max_size=20))
+def test_a_lookup_that_is_carried_along_finds_what_a_new_one_finds(
+    prompt: TokenArray, steps: list[TokenArray | int | None]
+) -> None:
+    trie, lookup = PrefixTrie(), Lookup(prompt)
+    for step in steps:
+        if step is None:
+            join_all(trie)
+        elif isinstance(step, int):
+            remove_one(trie, step)
+        else:
+            add(trie, step)
+        assert lookup.match(trie) == Lookup(prompt).match(trie)

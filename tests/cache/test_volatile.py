@@ -6,7 +6,7 @@ public: as token ids, and as the fake model's rows and recurrent state hold them
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from cache.budget import BudgetExceeded
 from cache.disk import connector
@@ -36,16 +31,9 @@ HEAD = [*range(1, 13)]
 
 
 @pytest.fixture(autouse=True)
-def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorter_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets disk matter for prompts as short as these."""
     monkeypatch.setattr(connector, "MIN_RESTORE_TOKENS", 2)
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    opened = open_tier(tmp_path)
-    yield opened
-    opened.close()
 
 
 def make(layout: str, tier: DiskTier, *, num_slots: int = 1, budget_bytes: int = 1 << 30) -> PrefixCache:
@@ -62,7 +50,7 @@ def write_all(prefix_cache: PrefixCache) -> None:
         prefix_cache.pager.page_out(slot, 0)
     prefix_cache.memory.evict(0, ())
     assert prefix_cache.memory.disk is not None
-    assert prefix_cache.memory.disk.tier.flush(10)
+    assert prefix_cache.memory.disk.tier.flush(120)
 
 
 def found_tags(folder: Path, tags: Sequence[int]) -> list[int]:
@@ -190,11 +178,11 @@ class VolatileMachine(RuleBasedStateMachine):
         if is_sudden:
             self.tier.close()
         else:
-            self.prefix_cache.end(10)
+            self.prefix_cache.end(120)
         self._open()
 
     def _look(self) -> None:
-        assert self.tier.flush(10)
+        assert self.tier.flush(120)
         assert found_tags(self.folder, sorted(self.secret)) == []
 
     def teardown(self) -> None:

@@ -5,7 +5,7 @@ played against many budgets, so that eviction drops now this and now that.
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,15 @@ from hypothesis import strategies as st
 
 from cache import snapshots
 from cache.budget import BudgetExceeded
-from cache.disk import connector
 from cache.disk.tier import DiskTier
 from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.reclaim import Reclaimer
 from cache.slots import Slot
-from cache.snapshots import has_shared_rows
 from cache.trie import Node, PrefixTrie, Snapshot
 from tests.cache.worlds import FakeWorld, RealWorld, World
 from tests.support import fake_model, tiny_models
-from tests.support.disk_driver import close_if_open, open_tier
+from tests.support.disk_driver import open_tier
 
 W = tiny_models.WINDOW
 HEAD_TOKENS = W
@@ -44,10 +42,7 @@ REAL = [
 MakeWorld = Callable[..., World]
 
 
-@pytest.fixture(autouse=True)
-def short_prompts(monkeypatch: pytest.MonkeyPatch, exact_buffers: None) -> None:
-    """Lets disk matter for prompts as short as these."""
-    monkeypatch.setattr(connector, "MIN_RESTORE_TOKENS", 8)
+pytestmark = pytest.mark.usefixtures("short_prompts", "exact_buffers")
 
 
 def tokens_of(seed: int, num_tokens: int) -> list[int]:
@@ -125,15 +120,6 @@ def test_a_prompt_that_parts_inside_an_edge_of_a_window(make_world: MakeWorld) -
     assert max(hits) == HEAD_TOKENS + W // 2
 
 
-@pytest.fixture
-def tiers() -> Iterator[list[DiskTier]]:
-    """Tiers that were opened; ended with the test."""
-    opened: list[DiskTier] = []
-    yield opened
-    for tier in opened:
-        close_if_open(tier)
-
-
 Press = Callable[[MakeWorld, int], list[int]]
 
 
@@ -153,7 +139,7 @@ def press_beside_disk(tmp_path: Path, tiers: list[DiskTier]) -> Press:
         tiers.append(open_tier(tmp_path / "written"))
         writer = ready(make_world, disk=tiers[-1])
         writer.request([*story, 1])
-        writer.prefix_cache.end(10)
+        writer.prefix_cache.end(120)
         return press(partial(make, make_world), [*story[: HEAD_TOKENS + inside], *tokens_of(2, 9)])
 
     return press_prompt
@@ -166,13 +152,6 @@ def test_a_prompt_that_parts_where_rows_from_disk_overlap_those_above(
 ) -> None:
     hits = press_beside_disk(make_world, inside)
     assert max(hits) == HEAD_TOKENS + (0 if make_world().prefix_cache.layout.has_recurrent else inside)
-
-
-@pytest.mark.parametrize("make_world", REAL)
-def test_a_prompt_that_parts_in_a_window_where_rows_from_disk_overlap_those_above(
-    make_world: MakeWorld, press_beside_disk: Press
-) -> None:
-    assert max(press_beside_disk(make_world, 9)) == HEAD_TOKENS + 9
 
 
 @pytest.mark.parametrize("make_world", [*FAKES[:2], *REAL])
@@ -212,8 +191,7 @@ rows_held = st.sampled_from([0] * 20 + [None, *range(1, 2 * W)])
 
 
 @given(
-    edges=st.lists(st.tuples(st.integers(1, W // 4), rows_held), min_size=1, max_size=40),
-    tail=st.integers(0, W - 1),
+    edges=st.lists(st.tuples(st.integers(1, W // 4), rows_held), min_size=1, max_size=40), tail=st.integers(0, W - 1)
 )
 @example(edges=[(1, None), *[(1, 0)] * (W - 2)], tail=0)
 @example(edges=[(2, None), (W - 1, 0)], tail=0)
@@ -254,46 +232,3 @@ def test_windows_are_never_restored_while_rows_are_missing(layout: str, held: li
     caches = fake_model.make_caches(layout)
     with pytest.raises(AssertionError, match="some are missing"):
         Layout(caches).load_windows(caches, [rows_of(start, stop) for start, stop in held], 40)
-
-
-@pytest.mark.parametrize("held", [[(0, 30)], [(0, 20), (30, 40)]], ids=str)
-def test_spans_are_never_restored_while_rows_are_missing(held: list[tuple[int, int]]) -> None:
-    caches = fake_model.make_caches("T")[:1]
-    with pytest.raises(AssertionError, match="rows for the tokens"):
-        Layout(caches).load_spans(
-            caches, [rows_of(start, stop) for start, stop in held], keep=0, offset=40, capacity=50
-        )
-
-
-def test_rows_beyond_what_live_caches_hold_are_no_segment() -> None:
-    caches = fake_model.make_caches("W")
-    fake_model.evaluate(caches, np.arange(40, dtype=np.int32))
-    with pytest.raises(AssertionError, match="rows for the tokens"):
-        Layout(caches).cut_spans(caches, [(30, 41)])
-    with pytest.raises(AssertionError, match="rows for the tokens"):
-        Layout(caches).cut_window(caches, 0, 41)
-
-
-@pytest.mark.parametrize(
-    ("above", "below", "is_needed"),
-    [
-        ((0, 32), (32, 60), True),
-        ((0, 32), (32, 64), False),
-        ((0, 32), (10, 40), True),
-        ((0, 32), (8, 40), False),
-        ((12, 32), (10, 40), False),
-        ((0, 32), (33, 60), False),
-    ],
-)
-def test_rows_are_leant_on_where_a_restore_point_behind_lacks_them(
-    above: tuple[int, int], below: tuple[int, int], is_needed: bool
-) -> None:
-    trie = PrefixTrie()
-    head = trie.extend(trie.root, np.arange(above[1], dtype=np.int32))
-    tail = trie.extend(head, np.arange(above[1], below[1], dtype=np.int32))
-    for node, (start, stop) in ((head, above), (tail, below)):
-        node.snapshot = Snapshot(stop, rows_of(start, stop), None)
-    layout = Layout(fake_model.make_caches("W"))
-    assert has_shared_rows(layout, head) is is_needed
-    trie.split(tail, below[1] - 1)
-    assert has_shared_rows(layout, head) is (is_needed or below[0] == below[1] - W), "an edge that was cut needs more"

@@ -1,6 +1,7 @@
 """The console in a real Chromium: every view with live traffic, and nothing that a page must not do."""
 
 import contextlib
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from server.api.admin.console import SOURCE
 from server.api.app import create_pool_app
+from server.api.sessions import MAX_TURNS
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.pool.pool import ModelPool
@@ -129,7 +131,7 @@ def test_now_shows_what_was_saved_and_the_first_steps_work(page: Page, demo: str
         expect(page.locator(".said").nth(1)).to_contain_text("Second:")
     ask(demo, SYSTEM, ADA)
     expect(page.locator(".headline")).to_contain_text("Tokens not evaluated again")
-    expect(page.locator(".lane")).to_have_count(3)
+    expect(page.locator(".lane.idle").last).to_contain_text("idle")
     expect(page.locator(".view.now")).to_contain_text("The last 15 minutes")
     assert page.title() == "Now · mlx-serve"
 
@@ -164,6 +166,7 @@ def test_a_running_request_has_a_lane(page: Page, demo: str) -> None:
         expect(lane).to_contain_text("lane")
         expect(lane).to_contain_text("tokens")
     expect(page.locator(".lane:not(.idle)")).to_have_count(0)
+    expect(page.locator(".lane.idle").first).to_contain_text(re.compile(r"^\didle$"))
 
 
 def test_the_tree_is_walked_with_the_keyboard(page: Page, demo: str) -> None:
@@ -184,6 +187,111 @@ def test_the_tree_is_walked_with_the_keyboard(page: Page, demo: str) -> None:
     canvas.press("Escape")
     page.locator(".users button").first.click()
     expect(page.locator("#toasts")).to_contain_text("stays")
+
+
+def test_the_tree_says_whose_it_is(page: Page, demo: str) -> None:
+    tool = {"type": "function", "function": {"name": "get_weather", "description": "Tells. " * 20, "parameters": {}}}
+    ask(demo, ADA)
+    for name, question in (("coder", "Where is the violet door?"), ("planner", "Who paints it?")):
+        ask(
+            demo,
+            SYSTEM,
+            {"role": "user", "content": question},
+            session_id=name,
+            tools=[tool],
+            user="x",
+            cache_salt="w",
+        )
+    page.goto(f"{demo}/#/tree")
+    page.get_by_label("Namespace").select_option("/w")
+    chips = page.locator(".whose")
+    expect(chips).to_contain_text("coder")
+    expect(chips).to_contain_text("Who paints it?")
+    canvas, side = page.locator("canvas"), page.locator(".view.tree aside")
+    canvas.press("ArrowDown")
+    expect(side.get_by_role("heading").first).to_have_text("system message, tools (1)of planner and 1 more")
+    canvas.press("ArrowDown")
+    expect(side.get_by_role("heading").first).to_contain_text(re.compile("of (coder|planner)$"))
+    page.get_by_label("Search").fill("VIOLET door")
+    expect(page.get_by_text("The text is in 1 place.")).to_be_visible()
+    page.get_by_label("Search").fill("careful assistant")
+    expect(page.get_by_text("The text is in 1 place.")).to_be_visible()
+    ask(demo, SYSTEM, ADA, session_id="later", cache_salt="w")
+    expect(chips).to_contain_text("later")
+    page.get_by_label("Time").press("Home")
+    expect(page.locator(".changes")).to_contain_text("came")
+    page.get_by_label("Time").press("End")
+    expect(page.locator(".changes")).to_have_count(0)
+
+
+MADE_UP = """async (count) => {
+    const { view } = await import("/console/views/tree.js");
+    const root = document.createElement("section");
+    root.className = "view tree";
+    document.getElementById("main").replaceChildren(root);
+    const name = (id) => ({ sessions: [`s${id % 40}`], num_sessions: 1, first: 0, last: 0, role: "user", tools: 0, text: "words" });
+    const nodes = Array.from({ length: count }, (_, at) => {
+        const [id, parent] = [at + 1, at < 50 ? null : 1 + Math.floor(at / 50)];
+        return { id, parent, start: 0, stop: 50, tokens: 50, bytes: 9, tier: "memory", uses: 1, disk_tokens: 0, preview: "x", name: name(id) };
+    });
+    const sessions = Array.from({ length: 40 }, (_, id) => ({ id: `s${id}`, title: "t", question: "q" }));
+    const app = { api: { get: () => new Promise(() => {}) }, live: { subscribe() {}, stats: null, changes: 0 }, toast() {} };
+    const control = view.mount(root, app);
+    control.show();
+    control.paintNow({ nodes, disk_nodes: [], namespace: "", model: "m", num_nodes: count, namespaces: null, truncated: false, sessions, earlier: [1, 2], evictions: 0 });
+    let calls = 0;
+    for (const name of ["fillRect", "fillText", "strokeRect", "drawImage"]) {
+        const real = CanvasRenderingContext2D.prototype[name];
+        CanvasRenderingContext2D.prototype[name] = function (...given) { calls += 1; return real.apply(this, given); };
+    }
+    control.paintNow();
+    return { calls, elements: root.querySelectorAll("*").length };
+}"""
+
+
+def test_a_frame_of_five_thousand_edges_is_that_of_five_hundred(page: Page, demo: str) -> None:
+    figures = []
+    for count in (500, 5000):
+        page.goto("about:blank")
+        page.goto(f"{demo}/#/models")
+        page.locator(".models li").first.wait_for()
+        figures.append(page.evaluate(MADE_UP, count))
+    small, large = figures
+    assert 0 < large["calls"] <= 2 * small["calls"] and large["calls"] < 10
+    assert large["elements"] == small["elements"] < 200
+
+
+def test_texts_on_the_colours_of_sessions_can_be_read(page: Page, demo: str) -> None:
+    page.goto(demo)
+    found = page.evaluate(
+        """async () => {
+            const { colour } = await import("/console/lib/names.js");
+            const pen = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+            const seen = (fill) => { pen.fillStyle = fill; pen.fillRect(0, 0, 1, 1); return "#" + [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3).map((one) => one.toString(16).padStart(2, "0")).join(""); };
+            const hues = [null, ...Array.from({ length: 72 }, (_, at) => 5 * at)];
+            return hues.flatMap((hue) => [true, false].flatMap((isDark) => ["live", "memory", "disk"].map((tier) => { const { fill, ink } = colour(tier, hue, isDark); return [seen(fill), ink]; })));
+        }"""
+    )
+    assert len(found) == 73 * 6
+    assert min(contrast(fill, ink) for fill, ink in found) >= 4.5
+
+
+def test_names_of_the_tree_stay_texts(page: Page, demo: str) -> None:
+    for text in BARE[:6]:
+        ask(
+            demo,
+            {"role": "system", "content": text},
+            {"role": "user", "content": text},
+            session_id=text,
+            cache_salt="h",
+        )
+    page.goto(f"{demo}/#/tree")
+    page.get_by_label("Namespace").select_option("/h")
+    expect(page.locator(".whose li")).to_have_count(6)
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "Enter"):
+        page.locator("canvas").press(key)
+    expect(page.locator(".view.tree aside blockquote")).to_be_visible()
+    harmless(page)
 
 
 def test_ten_thousand_edges_are_drawn(page: Page, demo: str) -> None:
@@ -250,6 +358,15 @@ def test_a_session_shows_its_turns_and_the_words_that_changed(page: Page, demo: 
     assert httpx.get(f"{demo}/v1/sessions/edited").status_code == 404
 
 
+def test_the_last_turns_of_a_long_session_have_their_numbers(page: Page, demo: str) -> None:
+    for _ in range(MAX_TURNS + 1):
+        ask(demo, ADA, session_id="long")
+    page.goto(f"{demo}/#/sessions/long")
+    expect(page.locator(".turns li")).to_have_count(MAX_TURNS)
+    expect(page.locator(".turns h3").first).to_contain_text(f"Turn {MAX_TURNS + 1}")
+    expect(page.locator(".turns h3").last).to_contain_text("Turn 2")
+
+
 def test_the_owner_sees_what_clients_with_a_key_of_their_own_have(page: Page, demo: str) -> None:
     for key in ("mine", "theirs"):
         body = {"messages": [SYSTEM, ADA], "max_tokens": 2, "session_id": "same name"}
@@ -282,27 +399,184 @@ def test_requests_are_a_waterfall_that_can_be_filtered(page: Page, demo: str) ->
     expect(page.get_by_text("No request is like that.")).to_be_visible()
 
 
+def test_requests_of_before_the_page_are_drawn_as_they_were(page: Page, demo: str) -> None:
+    for name in ("before-one", "before-two"):
+        ask(demo, SYSTEM, ADA, session_id=name)
+    page.goto(f"{demo}/#/requests")
+    rows = page.locator(".waterfall tbody tr")
+    expect(rows.first).to_contain_text("before-two")
+    expect(rows.nth(1)).to_contain_text("before-one")
+    cells = rows.first.locator("td")
+    assert int(re.sub(r"\D", "", cells.nth(3).inner_text())) > 50 and cells.nth(4).inner_text().endswith("%")
+    expect(rows.first.locator("rect.decode")).not_to_have_attribute("width", "0.00")
+    expect(rows.first.locator("title")).to_contain_text("generating")
+    page.goto(f"{demo}/#/now")
+    expect(page.locator(".view.now .charts")).to_contain_text("are known")
+    first = page.locator(".chart polyline").first
+    expect(first).to_have_attribute("points", re.compile(r"(\S+ ){3}"))
+
+
+def test_a_wait_says_what_it_is_for(chromium: Browser) -> None:
+    context, wait = chromium.new_context(), dict[str, Any]()
+    with running(create_app(FakeEngine(), fake_model(), ServerConfig())) as address:
+        page, stats = context.new_page(), httpx.get(f"{address}/v1/stats").json()
+        counts = dict.fromkeys(("cached_tokens", "evaluated_tokens", "completion_tokens"), 0)
+        one: dict[str, Any] = {
+            "id": "r1",
+            "model": "m",
+            "namespace": "",
+            "phase": "waiting",
+            "slot": None,
+            "seconds": 2,
+            "tier": None,
+        }
+        one |= {"session_id": "agent-coder", "prompt_tokens": 1413, "waits_for": wait, **counts}
+        page.route("**/v1/stats", lambda route: route.fulfill(json={**stats, "requests": [one]}))
+        other = {"id": "r0", "session_id": "unnamed-9aee647c", "title": "Which river?", "received": 1, "ended": 2}
+        page.route("**/v1/requests", lambda route: route.fulfill(json={"data": [other], "levels": []}))
+        page.goto(address)
+        expect(page.get_by_text("8 idle slots")).to_be_visible()
+        waits = {
+            (
+                "beginning",
+                "agent-planner",
+                1280,
+                1413,
+            ): "for agent-planner’s beginning, 1\u202f280 of 1\u202f413 tokens",
+            ("beginning", "unnamed-9aee647c", 1, 2): "for “Which river?”’s beginning",
+            ("beginning", "unnamed-00000000", 1, 2): "for unnamed’s beginning",
+            ("answer", "agent-planner", 0, 0): "for agent-planner’s answer, which it goes on from",
+            ("slot", None, 0, 0): "for a slot: all of them answer others",
+            ("memory", None, 0, 0): "for memory",
+            ("model", None, 0, 0): "for its model to be loaded",
+        }
+        for told, said in waits.items():
+            wait.update(zip(("reason", "session_id", "evaluated", "total"), told, strict=True))
+            expect(page.locator(".queue")).to_contain_text(said)
+        context.close()
+
+
+def test_sessions_are_searched_sorted_and_grouped(page: Page, demo: str) -> None:
+    for name, number in (("sorted-b", 3), ("sorted-a", 1)):
+        for _ in range(number):
+            ask(demo, {"role": "user", "content": f"Where is the mauve {name}?"}, session_id=name)
+    page.goto(f"{demo}/#/sessions")
+    page.get_by_label("Search").fill("MAUVE")
+    rows = page.locator(".sessions tbody tr[data-key]")
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("sorted-a")
+    expect(rows.first).to_contain_text("“Where is the mauve sorted-a?” · demo · python-httpx")
+    page.get_by_role("button", name="Turns").click()
+    expect(rows.first).to_contain_text("sorted-b")
+    page.get_by_role("button", name="Turns").click()
+    expect(rows.first).to_contain_text("sorted-a")
+    page.get_by_label("Group by").select_option("model")
+    expect(page.locator(".sessions .group")).to_have_text("demo2 sessions")
+    expect(page.get_by_text("how much of the turn before the last one")).to_be_visible()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert problems_of(page) == ""
+    cells = page.locator(".sessions tbody td:visible")
+    heights = [cells.nth(at).evaluate("(cell) => cell.firstChild && (() => { const range = document.createRange(); range.selectNodeContents(cell); return range.getClientRects().length; })()") for at in range(cells.count())]  # fmt: skip
+    assert heights and max(heights) <= 2, "figures break at blanks only"
+
+
+def test_only_the_words_that_changed_are_struck_out(page: Page, demo: str) -> None:
+    clock = (
+        "You are the helper of a town. It is {} now. Be brief and kind to everybody. " + "Say what you know. " * 30
+    )
+    for time in ("9:21", "9:22"):
+        ask(demo, {"role": "system", "content": clock.format(time)}, ADA, session_id="clock")
+    page.goto(f"{demo}/#/sessions/clock")
+    expect(page.locator(".words del")).to_have_text(["21"])
+    expect(page.locator(".words ins")).to_have_text(["22"])
+    expect(page.locator(".miss").first).to_contain_text("in the system message")
+
+
 def test_models_are_listed_and_a_pull_that_fails_says_why(page: Page, demo: str) -> None:
     page.goto(f"{demo}/#/models")
     expect(page.locator(".models li.loaded")).to_contain_text("demo")
-    page.get_by_label("Pull a model").fill("no-such-family-of-models")
+    page.get_by_label("Search").fill("nowhere")
+    expect(page.get_by_text("No model here is called so.")).to_be_visible()
+    page.get_by_label("Search").fill("DEMO")
+    expect(page.get_by_role("status").filter(has_text="1 model here, ")).to_be_visible()
+    page.get_by_label("Another model").fill("nonsense")
     page.get_by_role("button", name="Pull", exact=True).click()
-    expect(page.locator(".panel .bad")).to_contain_text("no-such-family-of-models")
+    expect(page.locator(".panel .bad")).to_contain_text("'nonsense': give a repository org/name, or a short name")
     page.get_by_role("button", name="Dismiss").click()
     expect(page.locator(".panel .bad")).to_have_count(0)
 
 
+def test_a_name_of_ones_own_adds_no_weights(page: Page, demo: str) -> None:
+    def name_another(route: Route) -> None:
+        answer = route.fetch()
+        body = answer.json()
+        models = body["data" if "data" in body else "models"]
+        first = next(one for one in models if "demo" in (one.get("id"), one.get("name", "").removesuffix(":latest")))
+        models.append({**first, "id": "writer", "name": "writer:latest", "parent": "demo"})
+        route.fulfill(response=answer, json=body)
+
+    total = page.get_by_role("status").filter(has_text=" here, ")
+    page.goto(f"{demo}/#/models")
+    size = total.inner_text().split(" here, ")[1]
+    for address in ("**/v1/models", "**/api/tags"):
+        page.route(address, name_another)
+    page.reload()
+    expect(page.locator(".models li").filter(has_text="writer")).to_be_visible()
+    expect(total).to_have_text(re.compile(f"^2 models here, {re.escape(size)}$"))
+
+
+def test_what_fits_this_machine_is_marked(page: Page, demo: str) -> None:
+    def told(route: Route) -> None:
+        body = route.fetch().json()
+        smallest, middle, *_ = sorted({one["size_bytes"] for one in body["data"] if one["id"].startswith("qwen3:")})
+        route.fulfill(json={**body, "comfortable_bytes": smallest, "largest_bytes": middle})
+
+    page.route("**/v1/library", told)
+    page.goto(f"{demo}/#/models")
+    page.get_by_label("Search").fill("qwen3:")
+    sizes = page.locator(".library button")
+    expect(sizes.first).to_have_class("fits")
+    expect(sizes.and_(page.locator(".tight")).first).to_have_attribute(
+        "title", re.compile("little memory for convers")
+    )
+    too_large = sizes.and_(page.locator(".large")).first
+    expect(too_large).to_have_attribute("aria-disabled", "true")
+    too_large.dispatch_event("click")
+    expect(page.locator(".pulling")).to_have_count(0)
+
+
+def test_a_model_is_deleted_by_its_whole_name(page: Page, demo: str) -> None:
+    deleted = list[str]()
+
+    def told(route: Route) -> None:
+        deleted.append(route.request.url.removeprefix(demo))
+        route.fulfill(json={})
+
+    listed = [{"id": name, "object": "model", "loaded": False} for name in ("poet", "poet#2", "org/name@v1")]
+    listed[1]["parent"] = "demo"
+    page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": listed}))
+    page.route("**/v1/models/*", told)
+    page.route("**/v1/models/*/*", told)
+    page.goto(f"{demo}/#/models")
+    for name in ("poet#2", "org/name@v1"):
+        page.get_by_role("button", name=f"Delete {name}").click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        expect(page.get_by_text(f"{name} is gone.")).to_be_visible()
+    assert deleted == ["/v1/models/poet%232", "/v1/models/org/name%40v1"]
+
+
 @pytest.mark.usual
-def test_a_model_is_pulled_loaded_asked_and_unloaded(chromium: Browser, tmp_path: Path) -> None:
+def test_a_model_is_pulled_loaded_asked_unloaded_and_deleted(chromium: Browser, tmp_path: Path) -> None:
     model = write("llama", tmp_path / "model")
     with running_hub() as hub, serving_beside(hub, tmp_path / "home") as address:
-        hub.repositories["org/tiny"] = {file.name: file.read_bytes() for file in model.iterdir()}
+        files = {file.name: file.read_bytes() for file in model.iterdir()}
+        hub.repositories |= {"org/tiny": files, "mlx-community/Qwen3-0.6B-4bit": files}
         hub.pause_after_bytes = 10_000
         context = chromium.new_context()
         watched = Watched(context, address)
         page = context.new_page()
         page.goto(f"{address}/#/models")
-        page.get_by_label("Pull a model").fill("org/tiny")
+        page.get_by_label("Another model").fill("org/tiny")
         page.get_by_role("button", name="Pull", exact=True).click()
         expect(page.get_by_role("progressbar", name="Pulling org/tiny")).to_be_visible()
         hub.pause_after_bytes = None
@@ -317,8 +591,21 @@ def test_a_model_is_pulled_loaded_asked_and_unloaded(chromium: Browser, tmp_path
         say(page, "Hello!")
         page.goto(f"{address}/#/models")
         expect(pulled).to_contain_text(re.compile(r"[1-9]\d* edges?,"))
+        expect(pulled.get_by_role("button", name="Delete")).to_have_count(0)
         pulled.get_by_role("button", name="Unload").click()
         expect(pulled).to_contain_text("on disk")
+        listed = page.get_by_role("button", name="Pull qwen3:0.6b,")
+        listed.click()
+        expect(page.get_by_text("qwen3:0.6b is here.")).to_be_visible()
+        expect(listed).to_contain_text("here")
+        pulled.get_by_role("button", name="Delete").click()
+        page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+        expect(pulled).to_have_count(1)
+        pulled.get_by_role("button", name="Delete").click()
+        page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        expect(page.get_by_text("org/tiny is gone.")).to_be_visible()
+        expect(pulled).to_have_count(0)
+        assert list((tmp_path / "home").rglob("models--org--tiny/snapshots/*")) == []
         context.close()
     assert watched.problems == []
 
@@ -351,23 +638,20 @@ def test_a_chat_streams_branches_and_is_kept(page: Page, demo: str) -> None:
     assert exported["format"] == "mlx-serve-chat" and len(exported["nodes"]) == 7
     page.get_by_role("button", name="New chat").click()
     expect(page.locator(".message")).to_have_count(0)
-    page.locator("input[type=file]").set_input_files(download.value.path())
+    page.locator(".chats input[type=file]").set_input_files(download.value.path())
     expect(page.locator(".message")).to_have_count(4)
 
 
-def test_an_answer_is_stopped_and_gone_on_with(page: Page, demo: str) -> None:
+def test_the_strip_of_a_chat_leads_to_its_path_in_the_tree(page: Page, demo: str) -> None:
     open_chat(page, demo)
-    page.get_by_text("System prompt and settings").click()
-    page.get_by_label("Longest answer, tokens").fill("4")
-    page.get_by_label("Longest answer, tokens").press("Tab")
-    say(page, "My name is Ada and I live in Paris.")
-    answer = page.locator(".message.assistant").last
-    expect(answer).to_contain_text("cut off at the limit")
-    short = answer.locator(".text").inner_text()
-    answer.get_by_role("button", name="Go on").click()
-    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
-    longer = page.locator(".message.assistant .text").last.inner_text()
-    assert longer.startswith(short) and len(longer) > len(short)
+    say(page, "Where is the violet door?" + " Tell me more of it." * 30)
+    say(page, "And then?")
+    expect(page.locator(".strip")).to_contain_text(re.compile(r"reused, .* generated, about .* saved"))
+    page.get_by_role("link", name="in the tree").click()
+    own = page.locator(".whose [aria-pressed=true]")
+    expect(own).to_have_text(re.compile("Where is the violet door"))
+    page.get_by_role("link", name="Chat").click()
+    expect(page.locator(".message.user").last).to_contain_text("And then?")
 
 
 def test_a_chat_by_keyboard_alone(page: Page, demo: str) -> None:
@@ -386,19 +670,6 @@ def test_a_chat_by_keyboard_alone(page: Page, demo: str) -> None:
     expect(page.get_by_label("Edit the message")).to_be_focused()
     page.keyboard.press("Escape")
     expect(page.get_by_label("Message", exact=True)).to_be_focused()
-
-
-def test_two_tabs_do_not_overwrite_each_other(page: Page, demo: str) -> None:
-    open_chat(page, demo)
-    say(page, "My name is Ada and I live in Paris.")
-    expect(page).to_have_url(re.compile(r"#/chat/[0-9a-f-]{36}$"))
-    other = page.context.new_page()
-    other.goto(page.url)
-    expect(other.locator(".message")).to_have_count(2)
-    say(other, "Where do I live?")
-    expect(page.locator(".message")).to_have_count(4)
-    say(page, "What is my name?")
-    expect(other.locator(".message")).to_have_count(6)
 
 
 def test_a_key_is_asked_for_once(chromium: Browser) -> None:
@@ -462,9 +733,9 @@ def harmless(page: Page) -> None:
     found = page.evaluate(
         """() => ({
             ran: window.__ran ?? null,
-            elements: [...document.querySelectorAll("#main script, #main img, #main iframe, #main object, #main embed, #main base, #main link, #main meta, #main math, #main style, #main video, #main audio")].length,
-            handlers: [...document.querySelectorAll("#main *, dialog *")].filter((one) => [...one.attributes].some(({ name }) => name.startsWith("on") || name === "style" || name === "srcdoc")).length,
-            links: [...document.querySelectorAll("#main a[href]")].map((one) => one.protocol).filter((one) => !["http:", "https:"].includes(one)),
+            elements: [...document.querySelectorAll("#main script, #main img, #main iframe, #main object, #main embed, #main base, #main link, #main meta, #main math:not(.math math), #main style, #main video, #main audio")].length,
+            handlers: [...document.querySelectorAll("#main *:not(.math *), dialog *")].filter((one) => [...one.attributes].some(({ name }) => name.startsWith("on") || name === "style" || name === "srcdoc")).length,
+            links: [...document.querySelectorAll("#main a[href], .math [href]")].map((one) => one.protocol ?? one.getAttribute("href")).filter((one) => !["http:", "https:"].includes(one)),
         })"""
     )
     assert found == {"ran": None, "elements": 0, "handlers": 0, "links": []}
@@ -537,11 +808,20 @@ MARKDOWN = {
     "a  \nb": [["p", "ab"]],
     "---": [["hr", ""]],
     "\\*a\\*": [["p", "*a*"]],
+    "- [x] a\n- [ ] b": [["ul", "☑ a☐ b"]],
+    "a<br>b<br/>c": [["p", "abc"]],
+    "a[^1] b[^2]\n\n[^1]: note *one*": [["p", "a1 b[^2]"], ["section", "note one"]],
+    "a \\(x_1*y*\\) b": [["p", "a x_1*y* b"]],
+    "$$\nx\n$$": [["div", "\nx\n"]],
+    "\\[ x \\]": [["div", " x "]],
+    "costs $5 and $6": [["p", "costs $5 and $6"]],
+    "$$ never closed": [["p", "$$ never closed"]],
 }
 ENDLESS = ["*" * 50_000, "[" * 50_000, "`" * 49_999 + "a", "> " * 50_000, "- " * 20_000, "**a " * 20_000, "_a " * 20_000,
            "|" * 50_000 + "\n|---|", "[a](" * 20_000, "  " * 20_000 + "- a", "\n".join("  " * n + "- a" for n in range(400)),
            "`a``b```c" * 8_000, "~~~" * 20_000, "1. " * 20_000, "*_*_" * 20_000, "https://a" * 20_000,
-           "# a" + " " * 400_000 + "b", "a" + " " * 400_000 + "b", "|\n|-" + " " * 400_000 + "x", "- " * 9 + "a" + " " * 400_000 + "b"]  # fmt: skip
+           "# a" + " " * 400_000 + "b", "a" + " " * 400_000 + "b", "|\n|-" + " " * 400_000 + "x", "- " * 9 + "a" + " " * 400_000 + "b",
+           "$$" * 25_001, "$$\n" * 20_000, "\\(" * 25_000, "[^a]" * 20_000, "[^a]: b\n" * 5_000, "<br" * 20_000, "\\[\n" * 20_000]  # fmt: skip
 
 
 def test_markdown_is_read_as_people_expect(page: Page, demo: str) -> None:
@@ -568,8 +848,8 @@ def test_no_text_keeps_the_page_busy(page: Page, demo: str) -> None:
     assert len(lengths) == len(ENDLESS) and all(lengths)
 
 
-@pytest.mark.usual("400-light")
-@pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (1200, "dark")])
+@pytest.mark.usual("390-light")
+@pytest.mark.parametrize(("width", "scheme"), itertools.product((390, 1024, 1440), ("light", "dark")))
 def test_every_view_can_be_used_by_all(page: Page, demo: str, width: int, scheme: Literal["light", "dark"]) -> None:
     page.set_viewport_size({"width": width, "height": 800})
     page.emulate_media(color_scheme=scheme)
@@ -587,9 +867,15 @@ def test_every_view_can_be_used_by_all(page: Page, demo: str, width: int, scheme
     expect(page.get_by_role("heading", name="Turn 1")).to_be_visible()
     assert problems_of(page) == ""
     open_chat(page, demo)
-    page.get_by_text("System prompt and settings").click()
+    settings = page.get_by_text("System message and settings")
+    settings.evaluate("(it) => getSelection().selectAllChildren(it)")
+    assert page.evaluate("getSelection().getRangeAt(0).getClientRects().length") == 1, "it is one line"
+    settings.click()
+    page.get_by_text("More ways to sample").click()
     say(page, "What is my name?")
     assert problems_of(page) == ""
+    if width < 760:
+        page.locator(".drawer summary").click()
     page.get_by_role("button", name="Rename").first.click()
     assert problems_of(page) == ""
     page.get_by_role("button", name="Cancel").click()
@@ -602,7 +888,7 @@ def test_every_view_can_be_used_by_all(page: Page, demo: str, width: int, scheme
 def problems_of(page: Page) -> str:
     """Returns what axe-core says against the page as it is, and whether it is wider than its window."""
     # Colours fade for a moment where something has just been used.
-    page.evaluate("Promise.allSettled(document.getAnimations().map((one) => one.finished))")
+    page.wait_for_function("() => document.getAnimations().every((one) => one.playState !== 'running')")
     found = Axe().run(page)
     wide = page.evaluate("document.documentElement.scrollWidth > innerWidth")
     return (found.generate_report() if found.violations_count else "") + ("wider than its window" if wide else "")

@@ -346,8 +346,8 @@ def test_an_answer_that_was_stopped_is_gone_on_with(page: Page, engine: FakeEngi
 
 def test_drafts_are_kept_while_they_are_typed(page: Page, context: BrowserContext, engine: FakeEngine) -> None:
     engine.script = Script()
-    page.get_by_text("System prompt and settings").click()
-    page.get_by_label("System prompt", exact=True).fill("Be terse.")
+    page.get_by_text("System message and settings").click()
+    page.get_by_label("System message", exact=True).fill("Be terse.")
     field_of(page).press_sequentially("A first thou")
     wait_until_kept(
         page, '(all) => all.some((one) => one.text === "A first thou" && one.conversation.system === "Be terse.")'
@@ -494,7 +494,7 @@ def test_a_server_that_is_killed(context: BrowserContext, tmp_path: Path) -> Non
         port = server.port
         page = opened(context, f"http://127.0.0.1:{port}/#/chat/new")
         # Without chance, what this model says to it does not end by itself.
-        page.get_by_text("System prompt and settings").click()
+        page.get_by_text("System message and settings").click()
         page.get_by_label("Temperature").fill("0")
         page.get_by_label("Temperature").press("Tab")
         ask(page, "one two")
@@ -622,7 +622,7 @@ def test_a_question_that_is_refused_stays_and_can_be_asked_again(page: Page, eng
 def test_a_tool_is_called_and_answered_by_hand(page: Page, engine: FakeEngine) -> None:
     call = json.dumps({"name": "get_weather", "arguments": {"city": "Bern"}})
     engine.script = Script(("Let me look.<tool_call>", call[:20], call[20:], "</tool_call>"))
-    page.get_by_text("System prompt and settings").click()
+    page.get_by_text("System message and settings").click()
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
     page.get_by_label("Tools, as JSON").fill(json.dumps([tool]))
     page.get_by_label("Tools, as JSON").press("Tab")

@@ -1,4 +1,4 @@
-"""What tells a model's state from another's: every file that decides about tokens or logits, and no other."""
+"""What tells a model's state from another's: each file that decides about tokens or logits, each byte of weights."""
 
 import json
 import os
@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
-from models.loader import load
+from models import loader as module
+from models.loader import checksum, load
 from tests.support import tiny_models
 
 Change = Callable[[Path], object]
@@ -110,3 +112,47 @@ def test_a_name_that_moves_from_one_file_to_another_counts(folder: Path) -> None
     before = load(folder, "x").fingerprint
     (folder / "vocab.json").rename(folder / "added_tokens.json")
     assert load(folder, "x").fingerprint != before
+
+
+INTEGERS = (mx.uint8, mx.int8, mx.uint16, mx.int16, mx.uint32, mx.int32, mx.uint64, mx.int64)
+DTYPES = (*INTEGERS, mx.bool_, mx.float16, mx.bfloat16, mx.float32, mx.complex64)
+
+
+def weights(num_rows: int = 7) -> mx.array:
+    return mx.array(np.random.default_rng(1).normal(size=(num_rows, 5)).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (2, 0)], ids=str)
+def test_arrays_of_every_type_and_size_have_one(dtype: mx.Dtype, shape: tuple[int, ...]) -> None:
+    assert checksum([("a", mx.zeros(shape, dtype))]) == checksum([("a", mx.zeros(shape, dtype))])
+    if mx.zeros(shape).size:
+        assert checksum([("a", mx.zeros(shape, dtype))]) != checksum([("a", mx.ones(shape, dtype))])
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.uint8], ids=str)
+def test_any_one_element_counts(dtype: mx.Dtype) -> None:
+    before = mx.arange(35).reshape(7, 5).astype(dtype)
+    found = {checksum([("a", before)])}
+    for index in range(35):
+        changed = np.array(before.astype(mx.float32)).reshape(-1)
+        changed[index] += 1
+        found.add(checksum([("a", mx.array(changed).reshape(7, 5).astype(dtype))]))
+    assert len(found) == 36
+
+
+def test_names_types_and_shapes_count_but_not_the_order() -> None:
+    array = weights()
+    assert checksum([("a", array), ("b", array + 1)]) == checksum([("b", array + 1), ("a", array)])
+    assert checksum([("a", array), ("b", array + 1)]) != checksum([("a", array + 1), ("b", array)])
+    others = [("b", array), ("a", array.reshape(5, 7)), ("a", mx.view(array, mx.int32))]
+    assert len({checksum([each]) for each in [("a", array), *others]}) == 4
+
+
+def test_an_array_of_more_bytes_than_a_shape_can_count_is_seen_as_words() -> None:
+    assert module._words(mx.zeros(2**30 + 8, mx.bfloat16)).shape == (2**29 + 4,)  # never evaluated
+
+
+def test_a_view_counts_as_what_it_shows() -> None:
+    array = weights()
+    assert checksum([("a", array.T)]) == checksum([("a", mx.array(np.array(array).T.copy()))])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from huggingface_hub import constants
 from models import names
 from models.errors import ModelBroken, ModelNotFound
 from models.names import (
+    FAMILIES,
     SHORT_NAMES,
     RepositoryName,
     folder_of,
@@ -19,10 +21,11 @@ from models.names import (
     parse_repository,
     resolve,
     shorten,
+    suggest,
+    suggest_smaller,
     used_last,
 )
 from models.store.stored_model import WeightsPlace
-from models.weights import missing_files
 
 COMMIT = "a" * 40
 OTHER_COMMIT = "b" * 40
@@ -104,14 +107,6 @@ def test_a_damaged_index_keeps_no_model_from_being_listed(index: str, hub_cache:
     assert "org/damaged" in [model.name for model in names.installed()]
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    write_model(tmp_path, shards=3)
-    (tmp_path / "model-1.safetensors").unlink()
-    assert missing_files(tmp_path) == ["model-1.safetensors"]
-    with pytest.raises(ModelBroken, match=r"model-1\.safetensors"):
-        resolve(str(tmp_path))
-
-
 def test_a_cached_repository_is_found_by_name_revision_commit_and_short_name(hub_cache: Path) -> None:
     main = write_download(hub_cache, "mlx-community/Qwen3-0.6B-4bit")
     old = write_download(hub_cache, "mlx-community/Qwen3-0.6B-4bit", OTHER_COMMIT, "v1")
@@ -178,24 +173,6 @@ def test_a_name_that_can_be_nothing_is_refused(name: str, tmp_path: Path, monkey
         resolve(name)
 
 
-def test_parse_repository() -> None:
-    assert parse_repository("org/name") == RepositoryName("org/name", "main")
-    assert parse_repository("org/name@v1.0") == RepositoryName("org/name", "v1.0")
-    assert parse_repository("qwen3:4b@main") == RepositoryName("mlx-community/Qwen3-4B-4bit", "main")
-    assert parse_repository("name") is None
-
-
-def test_every_short_name_stands_for_a_repository() -> None:
-    for name, short in SHORT_NAMES.items():
-        assert parse_repository(name) == RepositoryName(short.repository)
-        assert name == name.lower()
-
-
-def test_no_cache_is_an_empty_list(hub_cache: Path) -> None:
-    assert not hub_cache.exists()
-    assert [model for model in installed() if model.name not in names.BUILT_IN] == []
-
-
 def test_installed_tells_size_architecture_and_quantization(hub_cache: Path) -> None:
     write_download(hub_cache, "zeta/plain", model_type="gemma3")
     write_download(hub_cache, "mlx-community/Qwen3-4B-4bit", model_type="qwen3", quantization={"bits": 4})
@@ -252,16 +229,6 @@ def test_an_address_of_anything_else_is_no_repository(address: str) -> None:
     assert parse_repository(address) is None
 
 
-@pytest.mark.parametrize("typed", ["qwen3", "Qwen-3", "qwen3:7b", "qwen"])
-def test_a_family_suggests_its_sizes(typed: str) -> None:
-    said = names.suggest(typed)
-    assert said.startswith("choose a size: ") and "qwen3:0.6b, qwen3:1.7b, qwen3:4b" in said
-
-
-def test_a_name_that_is_nearly_right_is_suggested() -> None:
-    assert names.suggest("dmeo") == "did you mean demo?"
-
-
 def test_a_family_is_the_largest_of_its_models_that_is_here(hub_cache: Path) -> None:
     for size in ("1.7B", "4B"):
         folder = write_download(hub_cache, f"mlx-community/Qwen3-{size}-4bit")
@@ -271,13 +238,6 @@ def test_a_family_is_the_largest_of_its_models_that_is_here(hub_cache: Path) -> 
     assert names.model_id("org/name") == "org/name"
     with pytest.raises(ModelNotFound, match="No model of the family gemma3 is on this machine"):
         installed_place("gemma3")
-
-
-def test_an_address_is_resolved_from_the_cache(hub_cache: Path) -> None:
-    folder = write_download(hub_cache, "org/name")
-    assert resolve("https://huggingface.co/org/name") == folder
-    with pytest.raises(ModelNotFound, match=r"mlx-serve pull org/other$"):
-        resolve("hf.co/org/other")
 
 
 def read_at(folder: Path, seconds: int) -> None:
@@ -299,3 +259,51 @@ def test_the_model_used_last_is_a_whole_one_that_chats(hub_cache: Path) -> None:
     assert used_last() == "org/new"
     read_at(chats["old"], 2_000_000)
     assert used_last() == "org/old"
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_bytes", "smaller"),
+    [
+        ("qwen3:30b", 6 * GB, "qwen3:8b"),
+        ("mlx-community/Qwen3-30B-A3B-4bit", 3 * GB, "qwen3:4b"),
+        ("llama3.1:8b", 3 * GB, "llama3.2:3b"),
+        ("mlx-community/Llama-3.3-70B-Instruct-4bit", 6 * GB, "llama3.1:8b"),
+        ("org/unknown", 1_100_000_000, "qwen3:1.7b"),
+        ("gemma3:12b", 4 * GB, "gemma3:4b"),
+        ("qwen3:8b", 4 * 10**7, None),
+    ],
+)
+def test_the_largest_that_fits_of_the_same_family_if_there_is_one(
+    name: str, limit_bytes: int, smaller: str | None
+) -> None:
+    assert suggest_smaller(name, limit_bytes) == smaller
+
+
+def test_every_name_stands_for_a_repository_of_a_plausible_size() -> None:
+    for name, one in SHORT_NAMES.items():
+        assert re.fullmatch(r"[a-z0-9.-]+:e?[0-9.]+[mb](-(4bit|6bit|8bit|bf16|mxfp4))?", name), name
+        assert name == one.name and name.partition(":")[0] in FAMILIES
+        assert parse_repository(name) == RepositoryName(one.repository)
+        assert 5 * 10**7 < one.num_bytes < 2 * 10**11
+
+
+def test_one_quantization_of_a_size_is_the_usual_one() -> None:
+    usual, named = SHORT_NAMES["qwen3:8b"], SHORT_NAMES["qwen3:8b-4bit"]
+    assert usual.repository == named.repository == "mlx-community/Qwen3-8B-4bit"
+    assert usual in FAMILIES["qwen3"] and named not in FAMILIES["qwen3"]
+    assert usual.num_bytes < SHORT_NAMES["qwen3:8b-8bit"].num_bytes < SHORT_NAMES["qwen3:8b-bf16"].num_bytes
+
+
+def test_sizes_are_about_those_of_the_files() -> None:
+    # As their pages on the hub say.
+    for name, num_bytes in {"qwen3:8b": 4.6, "llama3.2:3b": 1.8, "qwen3:30b": 17.2, "gpt-oss:20b": 12.1}.items():
+        assert SHORT_NAMES[name].num_bytes == pytest.approx(num_bytes * GB, rel=0.15)
+
+
+def test_beginnings_name_all_families_that_begin_so() -> None:
+    assert suggest("llama3.2") == "choose a size: llama3.2:1b, llama3.2:3b"
+    assert set(suggest("Qwen-3:7b").split()) > set(suggest("qwen3.5").split())
+    assert suggest("").startswith("give ") and suggest(":8b").startswith("give ")

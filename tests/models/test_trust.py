@@ -59,10 +59,7 @@ def without_tokenizer_file(folder: Path) -> None:
     (folder / "merges.txt").write_text("")
 
 
-MODEL_CODE = {
-    "AutoConfig": "configuration_evil.EvilConfig",
-    "AutoModelForCausalLM": "modeling_evil.EvilModel",
-}
+MODEL_CODE = {"AutoConfig": "configuration_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.EvilModel"}
 TOKENIZER_CODE = {"AutoTokenizer": ["tokenization_evil.EvilTokenizer", None]}
 ELSEWHERE = {"AutoTokenizer": ["someone/else--tokenization_evil.EvilTokenizer", None]}
 
@@ -148,7 +145,9 @@ def test_a_process_that_was_started_in_the_folder_runs_none_of_it(folder: Path) 
     if not command.exists():
         pytest.skip("mlx-serve is not installed here")
     edit("config.json", model_file="evil.py")(folder)
-    ended = subprocess.run([command, "serve", ".", "--port", "0"], cwd=folder, capture_output=True, text=True)
+    ended = subprocess.run(
+        [command, "serve", ".", "--port", "0"], cwd=folder, capture_output=True, text=True, timeout=300
+    )
     assert "code of the folder (evil.py), which mlx-serve never runs" in ended.stderr
     assert not (folder.parent / "run").exists()
 
@@ -240,7 +239,7 @@ except ModelBroken as error:
 """
     if not Path("/proc/self/statm").exists():
         pytest.skip("measures memory as Linux does")
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2], timeout=300)
 
 
 def test_tensors_of_every_type_are_found(tmp_path: Path) -> None:

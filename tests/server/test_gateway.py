@@ -27,6 +27,7 @@ NUM_CONVERSATIONS, NUM_TURNS = 8, 4
 SYSTEM = {"role": "system", "content": "Answer in few words."}
 FORMS = ("in the header", "in the body", "absent")
 
+pytestmark = pytest.mark.alone("two servers of three processes each keep six cores busy")
 needs_haproxy = pytest.mark.skipif(HAPROXY is None, reason="haproxy is missing; apt-get install haproxy brings it")
 
 

@@ -80,11 +80,6 @@ def test_what_broke_is_told_with_its_cost() -> None:
     assert texts(MISSED)[-1] == "date or time in message 0 (system): 12 020 tokens evaluated again, 3.9 s"
 
 
-def test_a_miss_in_a_reply_names_its_place() -> None:
-    miss = MissFigures("reply_changed", "rewritten reply", 3, "assistant", 20, 10, 0.02)
-    assert texts(replace(ENDED, miss=miss))[-1].startswith("rewritten reply in message 3 (assistant): 10 tokens")
-
-
 @pytest.mark.parametrize("width", range(20, 90))
 def test_no_line_ends_within_a_number_or_before_its_unit(width: int) -> None:
     """Where the words after it would be read by themselves: `0.3` on one line and `s` on the next."""

@@ -10,7 +10,6 @@ from server.app.memory_budget import (
     SMALLEST_BUDGET_BYTES,
     Claim,
     Machine,
-    MemoryPlan,
     choose_pool_bytes,
     largest_weights_bytes,
     read_machine,
@@ -93,10 +92,6 @@ def test_a_budget_is_at_most_what_is_of_use_and_never_too_small_for_a_conversati
     assert open_service(small).memory.budget_bytes == SMALLEST_BUDGET_BYTES
     monkeypatch.setattr("server.app.service._useful_bytes", lambda loaded, config: 300 << 20)
     assert open_service(small).memory.budget_bytes == 300 << 20
-
-
-def test_what_is_left_of_a_machine_may_be_less_than_nothing() -> None:
-    assert MemoryPlan(16 * GIB, 4 * GIB, 12 * GIB, 10 * GIB).rest_bytes == -10 * GIB
 
 
 @dataclass

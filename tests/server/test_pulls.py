@@ -90,17 +90,21 @@ def test_an_error_reaches_all_and_the_next_one_begins_anew() -> None:
     assert hub.names == ["org/a", "org/a"]
 
 
+async def begin_and_leave(pulls: Pulls, hub: Hub) -> None:
+    task = asyncio.ensure_future(all_of(pulls, "org/a"))
+    await until(lambda: bool(hub.names))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    hub.may_go_on.release()
+
+
 def test_a_download_that_nobody_waits_for_ends() -> None:
     hub = Hub()
 
     async def work() -> None:
         pulls = Pulls(hub)
-        task = asyncio.ensure_future(all_of(pulls, "org/a"))
-        await until(lambda: bool(hub.names))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        hub.may_go_on.release()
+        await begin_and_leave(pulls, hub)
         assert await asyncio.to_thread(hub.ended.wait, WAIT_SECONDS)
         hub.may_go_on.release(100)
         hub.ended.clear()
@@ -115,12 +119,7 @@ def test_who_comes_while_a_download_is_given_up_has_it_begun_again() -> None:
 
     async def work() -> None:
         pulls = Pulls(hub)
-        task = asyncio.ensure_future(all_of(pulls, "org/a"))
-        await until(lambda: bool(hub.names))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        hub.may_go_on.release()
+        await begin_and_leave(pulls, hub)
         # The loop stands still meanwhile, so it has not heard yet that the thread has ended.
         assert hub.ended.wait(WAIT_SECONDS)
         hub.may_go_on.release(100)

@@ -67,6 +67,7 @@ EXAMPLES: dict[str, tuple[Any, str, str]] = {
     "cache_disk_write_bytes_per_day": (None, '"none"', "none"),
     "heartbeat_seconds": (2, "2", "2"),
     "drain_seconds": (0.5, "0.5", "0.5"),
+    "handover": ("http://10.0.0.6:8080", '"http://10.0.0.6:8080"', "http://10.0.0.6:8080"),
     "prompt_hygiene": (False, "false", "off"),
     "log_format": ("json", '"json"', "json"),
 }
@@ -116,13 +117,9 @@ def test_a_mistake_is_told_with_its_place(environment: dict[str, str], file: str
 
 def test_an_empty_variable_and_those_of_others_say_nothing() -> None:
     environment = {
-        "PORT": "1",
-        "MLX_SERVE_PORT": "",
-        "MLX_SERVE_CONFIG": "f",
-        "MLX_SERVE_SERVICE_HOST": "10.0.0.1",
-        "MLX_SERVE_SERVICE_PORT_HTTP": "80",
-        "MLX_SERVE_PORT_8080_TCP_ADDR": "10.0.0.1",
-    }
+        "PORT": "1", "MLX_SERVE_PORT": "", "MLX_SERVE_CONFIG": "f", "MLX_SERVE_SERVICE_HOST": "10.0.0.1",
+        "MLX_SERVE_SERVICE_PORT_HTTP": "80", "MLX_SERVE_PORT_8080_TCP_ADDR": "10.0.0.1",
+    }  # fmt: skip
     assert from_environment(environment) == {}
     assert from_environment({"MLX_SERVE_PORT": "tcp://10.0.0.1:8080"}) == {}
 

@@ -76,7 +76,7 @@ def test_a_round_that_fails_does_not_end_those_to_come(monkeypatch: pytest.Monke
             raise OSError("the file is gone")
 
         upkeep = asyncio.ensure_future(Upkeep(pool_of(engine), lost.set, read).run())
-        await asyncio.wait_for(lost.wait(), 10)
+        await asyncio.wait_for(lost.wait(), 120)
         upkeep.cancel()
 
     asyncio.run(run())

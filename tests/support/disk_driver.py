@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 
 from cache.disk.files import FileSystem, as_owner
 from cache.disk.folder import DiskStore
-from cache.disk.tier import DiskTier
+from cache.disk.tier import DiskTier, Prefetch
 from cache.disk.tree import START, FilePart, StoredFile, Target, gaps, written_stop
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
@@ -110,7 +111,7 @@ def assert_span(tier: DiskTier, span: FileSpan, tokens: TokenArray) -> None:
 
 def assert_recurrent(state: RecurrentState, tokens: TokenArray) -> None:
     """Asserts that recurrent state is of exactly these tokens."""
-    (actual,), (expected,) = state.held, recurrent_of(tokens).held
+    (actual,), (expected,) = state.caches, recurrent_of(tokens).caches
     assert [np.array(array).tolist() for array in actual.cache] == [
         np.array(array).tolist() for array in expected.cache
     ]
@@ -145,11 +146,7 @@ def snap(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> StoredFile 
 
 
 def write_snapshot(
-    tier: DiskTier,
-    tokens: TokenArray,
-    window: Segment | None,
-    recurrent: RecurrentState | None,
-    namespace: str = "",
+    tier: DiskTier, tokens: TokenArray, window: Segment | None, recurrent: RecurrentState | None, namespace: str = ""
 ) -> StoredFile | None:
     """Writes a snapshot; returns the one that stands after the tokens then, if any."""
     tier.write_snapshot(Target(namespace, tokens), window, recurrent)
@@ -200,6 +197,14 @@ def open_tier(folder: Path, **options: Any) -> DiskTier:
     options = {"budget_bytes": BUDGET_BYTES, "fingerprint": "model", "files": CountingFiles(), **options}
     store = DiskStore(folder, options.pop("fingerprint"), options.pop("files"))
     return DiskTier(store, **options)
+
+
+def wait_until_read(ahead: Prefetch) -> None:
+    """Returns once all that is read ahead is in memory."""
+    deadline = time.monotonic() + 120
+    while not ahead.is_done:
+        assert time.monotonic() < deadline, "it was not read in time"
+        time.sleep(0.001)
 
 
 def close_if_open(tier: DiskTier) -> None:

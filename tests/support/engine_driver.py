@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from cache.disk.tier import DiskTier
+from cache.layers.layout import EXACT, Layout, StoredForm
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.output.call_formats import GLM, CallFormat
@@ -79,6 +80,7 @@ def make_worker(
     clock: Callable[[], float] = time.monotonic,
     embedder: Any = None,
     speculation: Any = None,
+    form: StoredForm = EXACT,
 ) -> Worker:
     """Returns a worker over a runner, with a cache of its own."""
     return Worker(
@@ -88,7 +90,7 @@ def make_worker(
                 runner.make_caches,
                 num_slots=num_slots,
                 budget_bytes=budget_bytes,
-                chunk_tokens=chunk_tokens,
+                layout=Layout(runner.make_caches(), chunk_tokens, form),
                 disk=disk,
             )
         ),
@@ -115,6 +117,7 @@ class Harness:
         runner: Any = None,
         disk: DiskTier | None = None,
         speculation: Any = None,
+        form: StoredForm = EXACT,
     ) -> None:
         self.now = 0.0
         self.embedder = FakeEmbedder()
@@ -128,6 +131,7 @@ class Harness:
             clock=lambda: self.now,
             embedder=self.embedder,
             speculation=speculation,
+            form=form,
         )
         self.prefix_cache = self.worker.prefix_cache
         self._ids = (f"r{number}" for number in itertools.count())
@@ -145,7 +149,7 @@ class Harness:
             **fields,
         )
         sink = Collected()
-        self.worker.submit(request, sink)
+        self.worker.submit(request.seeded, sink)
         return sink
 
     def step(self, count: int = 1) -> None:

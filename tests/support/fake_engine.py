@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from cache.snapshots import RestorePoint, RestorePointKind
+from cache.views import CacheView, StateBytes, Traced
 from models.formats import Judgement, Reading
 from models.output.call_formats import HERMES
 from models.prompt.chat_template import ChatTemplateError, RenderedPrompt
 from models.prompt.shapes import Message
 from models.prompt.tool_definitions import ToolDefinitions
 from server.diagnosis.causes import Miss, Reuse
+from server.engine.commands import describe_cache, trace_prompts
 from server.engine.engine import Engine
 from server.engine.messages import Generation, Mailbox
 from server.engine.request import (
@@ -131,7 +133,12 @@ class FakeEngine(Engine):
     async def execute(self, command: Callable[..., Any], *given: Any) -> Any:
         if not self.is_running:
             raise EngineStopped("stopped")
+        if command is describe_cache:
+            return CacheView("", 0, 0, 0, StateBytes(), [], [], False, None, 0, 0, ())
+        if command is trace_prompts:
+            return [(Traced([], 0), Traced([], 0)) for _ in given[1]]
         self.commands.append((command, *given))
+        return None
 
     async def embed(self, texts: Sequence[Any], reading: Reading, adapter: int = 0) -> list[Any]:
         if not self.is_running:
@@ -229,6 +236,7 @@ class FakeEngine(Engine):
             is_loop=script.is_loop,
             accepted_prediction_tokens=None if request.prediction is None else accepted,
             rejected_prediction_tokens=None if request.prediction is None else drafted - accepted,
+            option_logprobs=tuple(tuple(-float(sum(one)) for one in each.options) for each in request.questions),
         )
 
     @staticmethod

@@ -104,7 +104,10 @@ class _Handler(BaseHTTPRequestHandler):
         if rest[:1] == ["tree"]:
             return self._send_json([_tree_entry(name, data) for name, data in files.items()])
         siblings = [_sibling(name, data) for name, data in files.items()]
-        return self._send_json({"id": repository, "sha": COMMIT, "siblings": siblings})
+        answer: dict[str, Any] = {"id": repository, "sha": COMMIT, "siblings": siblings}
+        with contextlib.suppress(KeyError, ValueError):  # the hub tells so much of a configuration that it can read
+            answer["config"] = {"model_type": json.loads(files["config.json"])["model_type"]}
+        return self._send_json(answer)
 
     def _answer_file(self, repository: str, name: str) -> None:
         if repository in self.hub.gated:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from cache.layers.kinds import HeadedKVCache
-from cache.layers.state import RecurrentState, Segment, arrays_in
+from cache.layers.state import RecurrentState, Segment, arrays_in, bytes_of
 from cache.prefix_cache import PrefixCache
 from cache.trie import Node, Snapshot
 from cache.types import LayerCache, TokenArray
@@ -166,7 +166,7 @@ def _assert_snapshot(node: Node, snapshot: Snapshot, path: list[int]) -> None:
         _assert_rows(snapshot.window, path)
     if snapshot.recurrent is not None:
         assert snapshot.offset == node.stop, "recurrent state of another offset"
-        for contents in snapshot.recurrent.held:
+        for contents in snapshot.recurrent.caches:
             is_recurrent = isinstance(contents, ArraysCache)
             seen = _seen(contents[0])[0].tolist() if is_recurrent else contents.seen
             assert seen == path, "recurrent state of other tokens"
@@ -195,6 +195,8 @@ def stored_bytes(prefix_cache: PrefixCache) -> int:
         for segment in (node.span, snapshot.window if snapshot else None):
             arrays += [pack.rows for pack in segment.packs] if isinstance(segment, Segment) else []
         arrays += (
-            arrays_in(snapshot.recurrent.held) if snapshot and isinstance(snapshot.recurrent, RecurrentState) else []
+            arrays_in(snapshot.recurrent.caches)
+            if snapshot and isinstance(snapshot.recurrent, RecurrentState)
+            else []
         )
-    return int(mx.get_array_buffer_size(*arrays)) if arrays else 0
+    return bytes_of(arrays)

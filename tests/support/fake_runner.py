@@ -11,6 +11,8 @@ import numpy as np
 
 from cache.layers.kinds import leaves_of, tail_of
 from cache.types import LayerCache, TokenArray
+from models.inference.abilities import Abilities, Feeds
+from models.inference.probe import Form
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
@@ -131,8 +133,8 @@ class FakeStep:
 class SharesNothing:
     """A runner whose rows are evaluated each over its own caches, one token at a time."""
 
+    is_divided = False
     padding_bytes = 0
-    max_feed_tokens = 1
     head_tokens: float | None = None
 
     def own_bytes(self, caches: Sequence[LayerCache]) -> int:
@@ -166,10 +168,10 @@ class FakeRunner(SharesNothing):
     """Records what it was asked to do in `log`, and fails where `fault` says so."""
 
     layout: str = "T"
-    rows_form: str = "together"
-    drafts_form: str = "on"
+    abilities: Abilities = field(
+        default_factory=lambda: Abilities(Form.HEADS, "together", "on", feeds=Feeds({}, together=True))
+    )
     overlaps: bool = field(default_factory=lambda: OVERLAPS)
-    max_feed_tokens: int = 33
     fault: Callable[[str, list[list[int]]], str | None] = lambda kind, rows: None
     """Called with "prefill" or "decode" and the tokens of each row; "prepare", "start", "read" or "settle" makes that
     part fail."""
@@ -230,12 +232,7 @@ class FakeRunner(SharesNothing):
         row.emitted = list(generated)
 
     def prepare(
-        self,
-        rows: Sequence[FakeRow],
-        previous: FakeStep | None,
-        *,
-        samples: bool = True,
-        spare_bytes: float = 0,
+        self, rows: Sequence[FakeRow], previous: FakeStep | None, *, samples: bool = True, spare_bytes: float = 0
     ) -> FakeStep:
         """Evaluates each row's feed; what it gives is to be read once the step was started."""
         assert self.unsettled is None, "a step was prepared before the last one was settled"
@@ -271,13 +268,7 @@ class FakeRunner(SharesNothing):
         step.sampled = [[next(bound) for _ in sampled] for sampled in step.sampled]
 
     def sample_again(
-        self,
-        step: FakeStep,
-        row: FakeRow,
-        mask: MaskWords | None,
-        *,
-        prompt: TokenArray,
-        generated: Sequence[int],
+        self, step: FakeStep, row: FakeRow, mask: MaskWords | None, *, prompt: TokenArray, generated: Sequence[int]
     ) -> None:
         """Gives a row of a step that has sampled the next token that its mask allows."""
         assert step.has_sampled and not step.is_long and not step.is_read
@@ -326,7 +317,7 @@ class FakeRunner(SharesNothing):
             FakeFeed(len(tokens), tokens + draft, tokens_in(row.caches), _recurrent(row.caches))
             for row, tokens, draft in zip(rows, known, drafts, strict=True)
         ]
-        assert all(len(feed.tokens) <= self.max_feed_tokens for feed in feeds)
+        assert all(len(feed.tokens) <= self.abilities.max_feed_tokens for feed in feeds)
         for row, feed, draft in zip(rows, feeds, drafts, strict=True):
             if draft and row.emitted:
                 assert row.emitted[-1] == feed.tokens[feed.num_known - 1], "penalties know of another token"

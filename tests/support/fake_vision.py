@@ -77,9 +77,9 @@ class Inline(Executor):
             self._held.pop(0)()
 
 
-def encoder(max_bytes: int = 1 << 20) -> Encoder:
+def encoder() -> Encoder:
     """Returns an encoder over the fake tower."""
-    return Encoder(FakeTower(), 1.0, max_bytes, Inline())
+    return Encoder(FakeTower(), 1.0, Inline())
 
 
 def picture_of(data: bytes, rows: int = 2, columns: int = 4) -> Picture:

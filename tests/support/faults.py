@@ -249,6 +249,13 @@ def before_the_newest(turn: int, messages: list[Body]) -> None:
     messages.insert(-1, {"role": "user", "content": f"{turn}: {NOTES}"})
 
 
+def files_and_rules(turn: int, messages: list[Body]) -> None:
+    """Puts files before the newest question and rules behind it, which are there no more in the next turn."""
+    files = {"role": "user", "content": f"These are my files, version {turn}: {NOTES}"}
+    asked = {"role": "user", "content": f"{messages[-1]['content']}\n\n{RULES}"}
+    messages[-1:] = [files, {"role": "assistant", "content": "Ok, I change these only."}, asked]
+
+
 def stamped(turn: int, messages: list[Body]) -> None:
     """Puts the time of this turn before each reply."""
     for message in messages[1:]:
@@ -341,401 +348,179 @@ def since(later: Any) -> Callable[[int], Any]:
     return lambda turn: later if turn >= LASTING else TOOLS
 
 
-FAULTS: tuple[Fault, ...] = (
-    Fault("clock in system", edited(0, lambda t, s: f"It is 09:{16 + t}. {s}"), Cause.CLOCK, "system", "newest", 0),
-    Fault(
-        "date in system", edited(0, lambda t, s: f"{s} Today: 2026-11-{20 + t}."), Cause.CLOCK, "system", "newest", 0
-    ),
-    Fault("counter in system", edited(0, lambda t, s: f"Turn {t}. {s}"), Cause.COUNTER, "system", "figures", 0),
-    Fault(
-        "percentage in system", edited(0, lambda t, s: f"[{49 + t}% full] {s}"), Cause.COUNTER, "system", "figures", 0
-    ),
-    Fault("nonce in system", edited(0, lambda t, s: f"Request {nonce(t)}. {s}"), Cause.NONCE, "system", "header", 0),
-    Fault("clock in late developer", on_messages(late_note), Cause.CLOCK, "system", "newest", 4),
-    Fault("nonce in last message", in_latest(lambda t, s: f"{s} [ref {nonce(t)}]"), Cause.NONCE, "user", "first had"),
-    Fault("clock in last message", in_latest(lambda t, s: f"(08:{10 + t}) {s}"), Cause.CLOCK, "user", "once"),
-    Fault(
-        "percentage in last message", in_latest(lambda t, s: f"[{40 + t}% full] {s}"), Cause.COUNTER, "user", "once"
-    ),
-    Fault(
-        "clock in tools",
-        tools_at(lambda t: [tool("weigh", f"Weighs an item. Opened at 10:{30 + t}."), TOOLS[1]]),
-        Cause.CLOCK,
-        "tools",
-        "descriptions",
-    ),
-    Fault(
-        "nonce in tools",
-        tools_at(lambda t: [tool("weigh", f"Weighs an item. Key {nonce(t)}."), TOOLS[1]]),
-        Cause.NONCE,
-        "tools",
-        "out of the tools",
-    ),
-    Fault(
-        "counter in tools",
-        tools_at(lambda t: [tool("weigh", f"Weighs an item. Used {t} times."), TOOLS[1]]),
-        Cause.COUNTER,
-        "tools",
-        "figures",
-    ),
-    Fault("tools reordered", tools_at(since(TOOLS[::-1])), Cause.REORDERED, "tools", "order"),
-    Fault("tool added", tools_at(since([*TOOLS, tool("wrap", "Wraps it.")])), Cause.TOOLS, "tools", "same tools"),
-    Fault("tool dropped", tools_at(since(TOOLS[:1])), Cause.TOOLS, "tools", "same tools"),
-    Fault("tool keys reordered", tools_at(since(REVERSED)), Cause.REORDERED, "tools", "order", may_be_hidden=True),
-    Fault(
-        "schema reformatted", tools_at(since([tool("weigh", SCHEMA), TOOLS[1]])), Cause.REFORMATTED, "tools", "format"
-    ),
-    Fault("history trimmed at the head", spliced(1, 3), Cause.TRIMMED, "user", "seldom", 1),
-    Fault("history trimmed in the middle", spliced(3, 7), Cause.TRIMMED, "user", "seldom", 3),
-    Fault("history summarised", spliced(1, 7, SUMMARY), Cause.SUMMARISED, "user", "Sum up", 1),
-    Fault("message deleted", spliced(6, 7), Cause.REMOVED, "assistant", "where they are", 6),
-    Fault("messages merged", spliced(1, 4, merged(SEED[:3])), Cause.MERGED, "user", "by itself", 1),
-    Fault(
-        "message inserted",
-        spliced(3, 3, {"role": "user", "content": "I like tea."}),
-        Cause.INSERTED,
-        "user",
-        "end",
-        3,
-    ),
-    Fault(
-        "old message edited",
-        edited(1, lambda _, s: s.replace("shopping", "cooking"), LASTING),
-        Cause.EDITED,
-        "user",
-        "were",
-        1,
-    ),
-    Fault(
-        "tool result edited",
-        edited(5, lambda _, s: s.replace("five", "nine"), LASTING),
-        Cause.EDITED,
-        "tool",
-        "result",
-        5,
-    ),
-    Fault(
-        "reply stripped",
-        edited(6, lambda _, s: " ".join(s.split()), LASTING),
-        Cause.REFORMATTED,
-        "assistant",
-        "stripped",
-        6,
-    ),
-    Fault(
-        "reply wrapped",
-        edited(6, lambda _, s: textwrap.fill(s, 12), LASTING),
-        Cause.REFORMATTED,
-        "assistant",
-        "wrapped",
-        6,
-    ),
-    Fault(
-        "reply encoded",
-        edited(6, lambda _, s: s.replace("'", "&#39;"), LASTING),
-        Cause.ENCODED,
-        "assistant",
-        "escaped",
-        6,
-    ),
-    Fault("newest replies padded", on_replies(lambda s: f"  {s}\n\n."), Cause.REPLY, "assistant", "back"),
-    Fault("replies left out", on_messages(left_out), Cause.REPLY_LEFT_OUT, "assistant", "before the next"),
-    Fault(
-        "thoughts removed",
-        edited(2, lambda _, s: s.split("</think>")[1].strip(), LASTING),
-        Cause.THOUGHTS,
-        "assistant",
-        "thought",
-        2,
-        may_be_hidden=True,
-    ),
-    Fault(
-        "tool arguments written anew",
-        on_messages(reordered_calls),
-        Cause.REORDERED,
-        "assistant",
-        "arguments",
-        4,
-        True,
-    ),
-    Fault("tool ids renamed", on_messages(renamed_calls), Cause.CALL_IDS, "assistant", "ids", 4, may_be_hidden=True),
-    Fault(
-        "system prompt switched",
-        edited(0, lambda _, s: "Talk like a pirate at sea. " * 9, LASTING),
-        Cause.EDITED,
-        "system",
-        "one",
-        0,
-    ),
-    Fault(
-        "template arguments changed",
-        with_fields(lambda t: {"chat_template_kwargs": {"enable_thinking": t < LASTING}}),
-        Cause.TEMPLATE_ARGUMENTS,
-        None,
-        "kwargs",
-        may_be_hidden=True,
-    ),
-    # As coding agents send it.
-    Fault(
-        "git status in system",
-        edited(0, lambda t, s: f"{s}\nChanged files:{' till.py' * t} shop.py"),
-        Cause.EDITED,
-        "system",
-        "one",
-        0,
-    ),
-    Fault(
-        "trace in system",
-        edited(0, lambda t, s: f"traceparent: 00-{nonce(t)[:8]}4bf92f35-01\n{s}"),
-        Cause.NONCE,
-        "system",
-        "header",
-        0,
-    ),
-    Fault(
-        "skills shuffled in system",
-        edited(0, lambda t, s: "\n".join([s, *SKILLS[t:], *SKILLS[:t]])),
-        Cause.REORDERED,
-        "system",
-        "order",
-        0,
-    ),
-    Fault("folder in tools", tools_at(with_folder), Cause.EDITED, "tools", "descriptions"),
-    Fault("agents in a schema", tools_at(with_agents), Cause.EDITED, "tools", "schemas"),
-    Fault(
-        "tool result cleared",
-        edited(5, lambda _, s: "[Old tool result content cleared]", LASTING),
-        Cause.EDITED,
-        "tool",
-        "result",
-        5,
-    ),
-    Fault("rules after the newest message", in_latest(lambda _, s: f"{s}\n\n{RULES}"), Cause.NOTE, "user", "Leave"),
-    Fault(
-        "cost in last message",
-        in_latest(lambda t, s: f"{s}\nCost so far: $0.{17 + t}"),
-        Cause.COUNTER,
-        "user",
-        "once",
-    ),
-    Fault(
-        "whole history summarised",
-        with_a_long_head(on_messages(compacted)),
-        Cause.COMPACTED,
-        "user",
-        "nothing to mend",
-        1,
-    ),
-    # As chat programs send it.
-    Fault(
-        "greeting by the hour in system",
-        edited(0, lambda t, s: f"Good {('morning', 'afternoon', 'evening')[t]}! {s}"),
-        Cause.CLOCK,
-        "system",
-        "newest",
-        0,
-    ),
-    Fault(
-        "entry of a lorebook in system",
-        edited(0, lambda t, s: f"{s} {NOTES[: 98 * t]}"),
-        Cause.EDITED,
-        "system",
-        "one",
-        0,
-    ),
-    Fault(
-        "passages around the newest message",
-        in_latest(lambda t, s: f"Answer from this, number {t}: {NOTES}\n\nQuestion: {s}"),
-        Cause.NOTE,
-        "user",
-        "Leave",
-    ),
-    Fault("passages before the newest message", on_messages(before_the_newest), Cause.NOTE, "user", "Leave"),
-    Fault("note at a depth", at_depth(3), Cause.NOTE, "system", "Leave"),
-    Fault(
-        "role changed",
-        on_messages(lambda t, m: m[3].update(role="system" if t >= LASTING else "user")),
-        Cause.ROLE,
-        "system",
-        "role",
-        3,
-    ),
-    Fault(
-        "reply as the user's",
-        on_messages(lambda t, m: m[6].update(role="user" if t >= LASTING else "assistant")),
-        Cause.ROLE,
-        "user",
-        "role",
-        6,
-    ),
-    Fault("system prompt left out", spliced(0, 1), Cause.REMOVED, "system", "where they are", 0),
-    Fault("system messages joined", on_messages(joined_systems), Cause.MERGED, "system", "by itself", 0),
-    Fault(
-        "welcome put in",
-        spliced(1, 1, {"role": "assistant", "content": "Welcome to the shop!"}),
-        Cause.INSERTED,
-        "assistant",
-        "end",
-        1,
-    ),
-    Fault("replies stamped", on_messages(stamped), Cause.CLOCK, "assistant", "stamp", 2),
-    Fault(
-        "newest replies cut short",
-        both(with_fields(lambda _: {"max_tokens": 32}), on_replies(lambda s: s[: len(s) // 4])),
-        Cause.REPLY,
-        "assistant",
-        "back",
-    ),
-    Fault("newest replies as HTML", on_replies(lambda s: f"<p>{s}</p>"), Cause.REPLY, "assistant", "back"),
-    Fault("calls written as text", on_messages(calls_as_text), Cause.REPLY, "assistant", "back", 4),
-    Fault("calls with defaults filled in", on_messages(calls_with_defaults), Cause.REPLY, "assistant", "back", 4),
-    Fault(
-        "thoughts in a field removed",
-        on_messages(thoughts_in_a_field),
-        Cause.THOUGHTS,
-        "assistant",
-        "thought",
-        2,
-        may_be_hidden=True,
-    ),
-    Fault("reply cut short", edited(6, lambda _, s: f"{s[:32]}…", LASTING), Cause.REPLY, "assistant", "back", 6),
-    Fault(
-        "citations left out",
-        edited(6, lambda t, s: s if t >= LASTING else s.replace("grams,", "grams [1],")),
-        Cause.REPLY,
-        "assistant",
-        "back",
-        6,
-    ),
-    Fault(
-        "quotes of a word processor",
-        edited(3, lambda t, s: s + (" “Five”, says Ada’s list." if t >= LASTING else ' "Five", says Ada\'s list.')),
-        Cause.ENCODED,
-        "user",
-        "escaping",
-        3,
-    ),
-    Fault(
-        "letters composed anew",
-        edited(6, lambda t, s: s + (" Cafe\u0301!" if t >= LASTING else " Caf\u00e9!")),
-        Cause.ENCODED,
-        "assistant",
-        "characters",
-        6,
-    ),
-    Fault(
-        "line ends of Windows",
-        edited(1, lambda t, s: s.replace(", ", ",\r\n" if t >= LASTING else ",\n")),
-        Cause.REFORMATTED,
-        "user",
-        "line breaks",
-        1,
-    ),
-    Fault("byte order mark", edited(1, lambda _, s: f"\ufeff{s}", LASTING), Cause.ENCODED, "user", "escaping", 1),
-    Fault(
-        "zero-width space",
-        edited(3, lambda _, s: s.replace("heavy", "heavy\u200b"), LASTING),
-        Cause.ENCODED,
-        "user",
-        "escaping",
-        3,
-    ),
-    Fault(
-        "effort changed",
-        with_fields(lambda t: {"reasoning_effort": "low" if t >= LASTING else "high"}),
-        Cause.TEMPLATE_ARGUMENTS,
-        None,
-        "kwargs",
-        may_be_hidden=True,
-    ),
-    Fault(
-        "weekday of another language in system",
-        edited(0, lambda t, s: f"Nous sommes {('samedi', 'dimanche', 'lundi')[t]}. {s}"),
-        Cause.CLOCK,
-        "system",
-        "newest",
-        0,
-    ),
-    Fault(
-        "port in system",
-        edited(0, lambda t, s: f"Tools are at http://127.0.0.1:{49213 + 909 * t}/sse. {s}"),
-        Cause.ADDRESS,
-        "system",
-        "port",
-        0,
-    ),
-    Fault(
-        "hash of git in system",
-        edited(0, lambda t, s: f"On main@{('4f3e2d1', 'deadbee', '4810293')[t]}. {s}"),
-        Cause.NONCE,
-        "system",
-        "header",
-        0,
-    ),
-    Fault(
-        "temporary folder in system",
-        edited(0, lambda t, s: f"Notes are in /var/run/tmp{('ab12cd', 'qwerty', 'zz98qe')[t]}. {s}"),
-        Cause.NONCE,
-        "system",
-        "header",
-        0,
-    ),
-    Fault("examples drawn anew", on_messages(with_examples), Cause.EXAMPLES, "user", "once", 1),
-    Fault("examples in system", on_messages(with_examples_in_system), Cause.EXAMPLES, "system", "once", 0),
-    Fault(
-        "figure in a pinned file",
-        edited(1, lambda t, s: PINNED.format(5 + t)),
-        Cause.EDITED,
-        "user",
-        "exactly as they were",
-        1,
-    ),
-    Fault(
-        "error of a tool rewritten",
-        edited(5, lambda t, s: f"Error {'-32603: ' * (t >= LASTING)}-32600: no such pear."),
-        Cause.EDITED,
-        "tool",
-        "result",
-        5,
-    ),
-    Fault("results in another order", on_messages(other_results), Cause.REORDERED, "tool", "order", 5),
-    Fault(
-        "variation selector",
-        edited(3, lambda t, s: s + (" I \u2764\ufe0f it." if t >= LASTING else " I \u2764 it.")),
-        Cause.ENCODED,
-        "user",
-        "escaping",
-        3,
-    ),
-    Fault("first message twice", on_messages(sent_again), Cause.DUPLICATED, "user", "once", 2),
-    Fault("history as one text", on_messages(told_as_text), Cause.FLATTENED, "user", "as messages", 1),
-    Fault(
-        "compaction without tools",
-        at_the_end(lambda body: {**body, "tools": [], "messages": [*body["messages"], TO_SUM_UP]}),
-        Cause.COMPACTION,
-        "tools",
-        "tool_choice",
-    ),
-    Fault(
-        "review at the end",
-        at_the_end(lambda body: {**body, "tools": TOOLS, "messages": [*body["messages"][:-4], TO_REVIEW]}),
-        Cause.FORKED,
-        "user",
-        "nothing to mend",
-    ),
-    Fault("title request", with_a_long_head(beside(lambda _: TITLE)), Cause.SIDE_REQUEST, None, "titles"),
-    Fault("two clients on one id", with_a_long_head(beside(lambda _: OTHER)), Cause.SIDE_REQUEST, None, "their own"),
-    Fault(
-        "clock and trimmed history",
-        both(spliced(1, 3), edited(0, lambda t, s: f"It is 09:{16 + t}. {s}")),
-        Cause.CLOCK,
-        "system",
-        "newest",
-        0,
-        also=Cause.TRIMMED,
-    ),
+_BY_WHAT_IS_TOLD: dict[tuple[Any, ...], dict[str, Apply]] = {
+    (Cause.CLOCK, "system", "newest", 0): {
+        "clock in system": edited(0, lambda t, s: f"It is 09:{16 + t}. {s}"),
+        "date in system": edited(0, lambda t, s: f"{s} Today: 2026-11-{20 + t}."),
+        "greeting by the hour in system": edited(
+            0, lambda t, s: f"Good {('morning', 'afternoon', 'evening')[t]}! {s}"
+        ),
+        "weekday of another language in system": edited(
+            0, lambda t, s: f"Nous sommes {('samedi', 'dimanche', 'lundi')[t]}. {s}"
+        ),
+    },
+    (Cause.COUNTER, "system", "figures", 0): {
+        "counter in system": edited(0, lambda t, s: f"Turn {t}. {s}"),
+        "percentage in system": edited(0, lambda t, s: f"[{49 + t}% full] {s}"),
+    },
+    (Cause.NONCE, "system", "header", 0): {
+        "nonce in system": edited(0, lambda t, s: f"Request {nonce(t)}. {s}"),
+        "trace in system": edited(0, lambda t, s: f"traceparent: 00-{nonce(t)[:8]}4bf92f35-01\n{s}"),
+        "hash of git in system": edited(0, lambda t, s: f"On main@{('4f3e2d1', 'deadbee', '4810293')[t]}. {s}"),
+        "temporary folder in system": edited(
+            0, lambda t, s: f"Notes are in /var/run/tmp{('ab12cd', 'qwerty', 'zz98qe')[t]}. {s}"
+        ),
+    },
+    (Cause.CLOCK, "system", "newest", 4): {"clock in late developer": on_messages(late_note)},
+    (Cause.NONCE, "user", "first had"): {"nonce in last message": in_latest(lambda t, s: f"{s} [ref {nonce(t)}]")},
+    (Cause.CLOCK, "user", "once"): {"clock in last message": in_latest(lambda t, s: f"(08:{10 + t}) {s}")},
+    (Cause.COUNTER, "user", "once"): {
+        "percentage in last message": in_latest(lambda t, s: f"[{40 + t}% full] {s}"),
+        "cost in last message": in_latest(lambda t, s: f"{s}\nCost so far: $0.{17 + t}"),
+    },
+    (Cause.CLOCK, "tools", "descriptions"): {
+        "clock in tools": tools_at(lambda t: [tool("weigh", f"Weighs an item. Opened at 10:{30 + t}."), TOOLS[1]])
+    },
+    (Cause.REORDERED, "tools", "order"): {"tools reordered": tools_at(since(TOOLS[::-1]))},
+    (Cause.TOOLS, "tools", "same tools"): {
+        "tool added": tools_at(since([*TOOLS, tool("wrap", "Wraps it.")])),
+        "tool dropped": tools_at(since(TOOLS[:1])),
+    },
+    (Cause.REORDERED, "tools", "order", None, True): {"tool keys reordered": tools_at(since(REVERSED))},
+    (Cause.REFORMATTED, "tools", "format"): {
+        "schema reformatted": tools_at(since([tool("weigh", SCHEMA), TOOLS[1]]))
+    },
+    (Cause.TRIMMED, "user", "seldom", 1): {"history trimmed at the head": spliced(1, 3)},
+    (Cause.TRIMMED, "user", "seldom", 3): {"history trimmed in the middle": spliced(3, 7)},
+    (Cause.SUMMARISED, "user", "Sum up", 1): {"history summarised": spliced(1, 7, SUMMARY)},
+    (Cause.REMOVED, "assistant", "where they are", 6): {"message deleted": spliced(6, 7)},
+    (Cause.MERGED, "user", "by itself", 1): {"messages merged": spliced(1, 4, merged(SEED[:3]))},
+    (Cause.INSERTED, "user", "end", 3): {
+        "message inserted": spliced(3, 3, {"role": "user", "content": "I like tea."})
+    },
+    (Cause.EDITED, "user", "were", 1): {
+        "old message edited": edited(1, lambda _, s: s.replace("shopping", "cooking"), LASTING)
+    },
+    (Cause.EDITED, "tool", "result", 5): {
+        "tool result edited": edited(5, lambda _, s: s.replace("five", "nine"), LASTING),
+        "tool result cleared": edited(5, lambda _, s: "[Old tool result content cleared]", LASTING),
+        "error of a tool rewritten": edited(
+            5, lambda t, s: f"Error {'-32603: ' * (t >= LASTING)}-32600: no such pear."
+        ),
+    },
+    (Cause.REFORMATTED, "assistant", "stripped", 6): {
+        "reply stripped": edited(6, lambda _, s: " ".join(s.split()), LASTING)
+    },
+    (Cause.REFORMATTED, "assistant", "wrapped", 6): {
+        "reply wrapped": edited(6, lambda _, s: textwrap.fill(s, 12), LASTING)
+    },
+    (Cause.ENCODED, "assistant", "escaped", 6): {
+        "reply encoded": edited(6, lambda _, s: s.replace("'", "&#39;"), LASTING)
+    },
+    (Cause.REPLY, "assistant", "back"): {
+        "newest replies padded": on_replies(lambda s: f"  {s}\n\n."),
+        "newest replies cut short": both(
+            with_fields(lambda _: {"max_tokens": 32}), on_replies(lambda s: s[: len(s) // 4])
+        ),
+        "newest replies as HTML": on_replies(lambda s: f"<p>{s}</p>"),
+    },
+    (Cause.REPLY_LEFT_OUT, "assistant", "before the next"): {"replies left out": on_messages(left_out)},
+    (Cause.THOUGHTS, "assistant", "thought", 2, True): {
+        "thoughts removed": edited(2, lambda _, s: s.split("</think>")[1].strip(), LASTING),
+        "thoughts in a field removed": on_messages(thoughts_in_a_field),
+    },
+    (Cause.REORDERED, "assistant", "arguments", 4, True): {
+        "tool arguments written anew": on_messages(reordered_calls)
+    },
+    (Cause.CALL_IDS, "assistant", "ids", 4, True): {"tool ids renamed": on_messages(renamed_calls)},
+    (Cause.EDITED, "system", "one", 0): {
+        "system prompt switched": edited(0, lambda _, s: "Talk like a pirate at sea. " * 9, LASTING),
+        "git status in system": edited(0, lambda t, s: f"{s}\nChanged files:{' till.py' * t} shop.py"),
+        "entry of a lorebook in system": edited(0, lambda t, s: f"{s} {NOTES[: 98 * t]}"),
+    },
+    (Cause.TEMPLATE_ARGUMENTS, None, "kwargs", None, True): {
+        "template arguments changed": with_fields(
+            lambda t: {"chat_template_kwargs": {"enable_thinking": t < LASTING}}
+        ),
+        "effort changed": with_fields(lambda t: {"reasoning_effort": "low" if t >= LASTING else "high"}),
+    },
+    (Cause.REORDERED, "system", "order", 0): {
+        "skills shuffled in system": edited(0, lambda t, s: "\n".join([s, *SKILLS[t:], *SKILLS[:t]]))
+    },
+    (Cause.EDITED, "tools", "descriptions"): {"folder in tools": tools_at(with_folder)},
+    (Cause.EDITED, "tools", "schemas"): {"agents in a schema": tools_at(with_agents)},
+    (Cause.NOTE, "user", "Leave"): {
+        "rules after the newest message": in_latest(lambda _, s: f"{s}\n\n{RULES}"),
+        "passages around the newest message": in_latest(
+            lambda t, s: f"Answer from this, number {t}: {NOTES}\n\nQuestion: {s}"
+        ),
+        "passages before the newest message": on_messages(before_the_newest),
+        "files before and rules after the newest message": on_messages(files_and_rules),
+    },
+    (Cause.COMPACTED, "user", "nothing to mend", 1): {
+        "whole history summarised": with_a_long_head(on_messages(compacted))
+    },
+    (Cause.NOTE, "system", "Leave"): {"note at a depth": at_depth(3)},
+    (Cause.ROLE, "system", "role", 3): {
+        "role changed": on_messages(lambda t, m: m[3].update(role="system" if t >= LASTING else "user"))
+    },
+    (Cause.ROLE, "user", "role", 6): {
+        "reply as the user's": on_messages(lambda t, m: m[6].update(role="user" if t >= LASTING else "assistant"))
+    },
+    (Cause.REMOVED, "system", "where they are", 0): {"system prompt left out": spliced(0, 1)},
+    (Cause.MERGED, "system", "by itself", 0): {"system messages joined": on_messages(joined_systems)},
+    (Cause.INSERTED, "assistant", "end", 1): {
+        "welcome put in": spliced(1, 1, {"role": "assistant", "content": "Welcome to the shop!"})
+    },
+    (Cause.CLOCK, "assistant", "stamp", 2): {"replies stamped": on_messages(stamped)},
+    (Cause.REPLY, "assistant", "back", 4): {
+        "calls written as text": on_messages(calls_as_text),
+        "calls with defaults filled in": on_messages(calls_with_defaults),
+    },
+    (Cause.REPLY, "assistant", "back", 6): {
+        "reply cut short": edited(6, lambda _, s: f"{s[:32]}…", LASTING),
+        "citations left out": edited(6, lambda t, s: s if t >= LASTING else s.replace("grams,", "grams [1],")),
+    },
+    (Cause.ENCODED, "user", "escaping", 3): {
+        "quotes of a word processor": edited(
+            3, lambda t, s: s + (" “Five”, says Ada’s list." if t >= LASTING else ' "Five", says Ada\'s list.')
+        ),
+        "zero-width space": edited(3, lambda _, s: s.replace("heavy", "heavy\u200b"), LASTING),
+    },
+    (Cause.REFORMATTED, "user", "line breaks", 1): {
+        "line ends of Windows": edited(1, lambda t, s: s.replace(", ", ",\r\n" if t >= LASTING else ",\n"))
+    },
+    (Cause.ADDRESS, "system", "port", 0): {
+        "port in system": edited(0, lambda t, s: f"Tools are at http://127.0.0.1:{49213 + 909 * t}/sse. {s}")
+    },
+    (Cause.EXAMPLES, "user", "once", 1): {"examples drawn anew": on_messages(with_examples)},
+    (Cause.EXAMPLES, "system", "once", 0): {"examples in system": on_messages(with_examples_in_system)},
+    (Cause.EDITED, "user", "exactly as they were", 1): {
+        "figure in a pinned file": edited(1, lambda t, s: PINNED.format(5 + t))
+    },
+    (Cause.REORDERED, "tool", "order", 5): {"results in another order": on_messages(other_results)},
+    (Cause.DUPLICATED, "user", "once", 2): {"first message twice": on_messages(sent_again)},
+    (Cause.FLATTENED, "user", "as messages", 1): {"history as one text": on_messages(told_as_text)},
+    (Cause.COMPACTION, "tools", "tool_choice"): {
+        "compaction without tools": at_the_end(
+            lambda body: {**body, "tools": [], "messages": [*body["messages"], TO_SUM_UP]}
+        )
+    },
+    (Cause.FORKED, "user", "nothing to mend"): {
+        "review at the end": at_the_end(
+            lambda body: {**body, "tools": TOOLS, "messages": [*body["messages"][:-4], TO_REVIEW]}
+        )
+    },
+    (Cause.SIDE_REQUEST, None, "titles"): {"title request": with_a_long_head(beside(lambda _: TITLE))},
+    (Cause.SIDE_REQUEST, None, "their own"): {"two clients on one id": with_a_long_head(beside(lambda _: OTHER))},
+    (Cause.CLOCK, "system", "newest", 0, False, Cause.TRIMMED): {
+        "clock and trimmed history": both(spliced(1, 3), edited(0, lambda t, s: f"It is 09:{16 + t}. {s}"))
+    },
+}
+"""Faults by what must be said of them, as a `Fault` has it. What the server lacks is in the tests beside."""
+FAULTS = tuple(
+    Fault(name, apply, *told) for told, faults in _BY_WHAT_IS_TOLD.items() for name, apply in faults.items()
 )
-"""All that can be told from the requests alone. What the server lacks is in the tests beside."""
 NEED_A_NAME = frozenset({"title request", "two clients on one id", "whole history summarised"})
 """Faults of a session's name: without one, other conversations are other conversations."""
 

@@ -43,6 +43,9 @@ _READ_BY_IMPORTS = {COMMANDS: _READ_BY_PYTHON, MODELS: (*_READ_BY_PYTHON, "HF_",
 """How variables begin that are read once: a copy must have those of the fork server."""
 _CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 _MAX_MESSAGE_BYTES = 100_000
+_FORK_SECONDS = 300.0
+_forking = threading.Lock()
+"""Adopting orphans is said of the whole process, for all fork servers."""
 
 
 class _Start(NamedTuple):
@@ -115,7 +118,6 @@ class _ForkServer:
     """The tests' end of a fork server; any thread may call it."""
 
     def __init__(self, imported: Sequence[str]) -> None:
-        self._lock = threading.Lock()
         self._connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = "from tests.support.forked import serve; serve()"
         with other:
@@ -123,13 +125,14 @@ class _ForkServer:
             # The streams of pipes never seek, whatever a copy has behind them.
             pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
             self._process = subprocess.Popen(command, cwd=_ROOT, env=_ENVIRONMENT, pass_fds=[other.fileno()], **pipes)
+        self._connection.settimeout(_FORK_SECONDS)
         atexit.register(self._close)
 
     def fork(self, wanted: bytes, files: Sequence[int]) -> int:
         """Returns the id of a new child of this process, which has `files` as its standard streams."""
         assert len(wanted) < _MAX_MESSAGE_BYTES
         prctl = ctypes.CDLL(None).prctl
-        with self._lock:
+        with _forking:
             # An orphan goes to its nearest ancestor that says so, else to the system's first process.
             prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
@@ -142,7 +145,7 @@ class _ForkServer:
 
     def _close(self) -> None:
         self._connection.close()
-        self._process.wait()
+        self._process.wait(_FORK_SECONDS)
 
 
 _fork_server = cache(_ForkServer)

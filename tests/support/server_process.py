@@ -51,6 +51,10 @@ class Process:
         assert match is not None
         return int(match[1])
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_for(self, text: str) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while text not in self.output:

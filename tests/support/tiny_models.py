@@ -275,11 +275,11 @@ def build(name: str, precision: Precision = "float32") -> Module:
 
     In `4bit` what is not quantized is bfloat16, as in the models that people run.
     """
-    return _build(name, precision)
+    return _kept(name, precision)
 
 
-@functools.cache
-def _build(name: str, precision: Precision) -> Module:
+def build_anew(name: str, precision: Precision = "float32") -> Module:
+    """As `build`, to be changed."""
     config = (CONFIGS | EXTRA_CONFIGS)[name]
     model = make(config)
     if precision != "float32":
@@ -292,16 +292,42 @@ def _build(name: str, precision: Precision) -> Module:
     return model
 
 
-def make(config: dict[str, Any]) -> Module:
+_kept = functools.cache(build_anew)
+
+
+def make(config: dict[str, Any], get_classes: Callable[..., Any] = _get_classes) -> Module:
     """Returns a model of this configuration with seeded float32 weights."""
     copied = json.loads(json.dumps(config))
-    model_class, args_class = _get_classes(copied)
+    model_class, args_class = get_classes(config=copied)
     mx.random.seed(SEED)
     model: Module = model_class(args_class.from_dict(copied))
     model.update(tree_map_with_path(_weight_maker(config["model_type"]), _parameters(model)))
     model.eval()
     mx.eval(_parameters(model))
     return model
+
+
+@functools.cache
+def build_wide(name: str) -> Module:
+    """As `build`, heads as wide as a group of rounded numbers."""
+    return make(widened((CONFIGS | EXTRA_CONFIGS)[name]))
+
+
+def widened(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with heads, and matrices of recurrent layers, that are 32 wide."""
+    wide: dict[str, Any] = json.loads(json.dumps(config))
+    for part in [wide, *(part for part in wide.values() if isinstance(part, dict))]:
+        part.update({key: 32 for key in _WIDTHS if key in part})
+        part.update({"mamba_d_ssm": 256} if "mamba_d_ssm" in part else {})
+        if not _WIDTHS.intersection(part):
+            part.update({key: 2 for key in ("num_attention_heads", "n_heads", "n_head") if key in part})
+    return wide
+
+
+_WIDTHS = {
+    *("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "global_head_dim"),
+    *("state_size", "ssm_state_size", "mamba_d_state", "mamba_d_head", "mamba_head_dim"),
+}
 
 
 def _can_be_quantized(_: str, module: Module) -> bool:
@@ -323,6 +349,8 @@ def _weight_maker(model_type: str) -> Callable[[str, mx.array], mx.array]:
     embedding_scale = 0.05 if "gemma" in model_type else 0.3
 
     def make(path: str, weight: mx.array) -> mx.array:
+        if not mx.issubdtype(weight.dtype, mx.floating):
+            return weight
         if path.endswith("dt_bias"):
             return mx.linspace(-4.0, -1.0, weight.size, dtype=mx.float32).reshape(weight.shape)
         if weight.ndim < 2 or "A_log" in path or "conv" in path:
@@ -366,7 +394,7 @@ CHAT_TEMPLATE = """\
 
 def write(name: str, folder: Path) -> Path:
     """Writes the tiny model `name` with tokenizer and chat template as a model folder; returns `folder`."""
-    return write_model(build(name), CONFIGS[name], folder)
+    return write_model(build(name), (CONFIGS | EXTRA_CONFIGS)[name], folder)
 
 
 def write_model(model: Module, config: dict[str, Any], folder: Path) -> Path:

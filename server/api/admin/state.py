@@ -1,4 +1,4 @@
-"""Health, statistics, metrics, events, sessions; loading models by hand.
+"""Health, statistics, metrics, events, sessions.
 
 Statistics answer at once, without waiting for a worker. A request sees its own namespace; the server's owner sees
 all, or `?namespace=`. Everybody sees what models do.
@@ -7,32 +7,30 @@ all, or `?namespace=`. Everybody sees what models do.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from importlib import metadata
 from typing import Any, Literal, NotRequired
 
 from prometheus_client.exposition import choose_encoder
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from cache.budget import MovedState
-from server.api.activity import EventLog, Listener, Sums
-from server.api.bodies import BodyModel
+from server.api.activity import EventLog, Listener, Sums, Unplanned, known_fields
+from server.api.admin.names import SessionName
 from server.api.call import AnswerStream
 from server.api.dialect import ApiContext, Endpoint, Operation, context_of
-from server.api.errors import ApiError, Code, stopped
-from server.api.guard import is_owner, listed_namespace, read_owners_body, visible_namespace
+from server.api.errors import ApiError, Code
+from server.api.guard import is_owner, listed_namespace, visible_namespace
 from server.api.record import OpenRequest, counts_of
-from server.api.sessions import Refusal, SessionDetail, SessionRecord
+from server.api.sessions import Refusal, SessionDetail, SessionRecord, TokenCounts
 from server.api.wire import JsonBody, body_of, number_asked, sse_comment
 from server.app.keys import KeyRing
 from server.engine.commands import forget_session
 from server.engine.request import DraftStats, EngineStats, EngineStopped, RequestCounts
 from server.pool.memory import cache_memory_for_all
-from server.pool.names import ModelSource
 
 
 class CacheCountsBody(TypedDict):
@@ -140,6 +138,17 @@ class ModelStatsBody(EngineCounts):
     """Images for which the vision tower was evaluated."""
 
 
+class WaitBody(TypedDict):
+    """Why a request waits."""
+
+    reason: str
+    session_id: str | None
+    """The session of the request that is waited for."""
+    evaluated: int
+    total: int
+    """Tokens in common with that request, which it evaluates."""
+
+
 class OpenRequestBody(TypedDict):
     """A request that has not ended."""
 
@@ -159,6 +168,7 @@ class OpenRequestBody(TypedDict):
     evaluated_tokens: int
     completion_tokens: int
     tier: str | None
+    waits_for: WaitBody | None
 
 
 class MemoryBody(TypedDict):
@@ -207,7 +217,7 @@ async def get_stats(request: Request) -> Response:
         "memory": memory,
         "models": [_model_body(context, model_id, one.stats()) for model_id, one in context.pool.engines.items()],
         "loading": [{"id": model_id, "step": step} for model_id, step in context.pool.loading.items()],
-        "requests": [_request_body(one, now) for one in context.activity.open_requests(namespace)],
+        "requests": _open_bodies(context, namespace, now),
         "totals": context.activity.sums_of(namespace),
         "sessions": len(context.sessions.of(namespace)),
     }
@@ -228,7 +238,37 @@ def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> Model
     }
 
 
-def _request_body(request: OpenRequest, now: float) -> OpenRequestBody:
+def _open_bodies(context: ApiContext, namespace: str | None, now: float) -> list[OpenRequestBody]:
+    waits = {name: wait for engine in context.pool.engines.values() for name, wait in engine.stats().waits.items()}
+    running = context.activity.open_requests(namespace)
+    sessions = {one.request.request_id: one.session_id for one in running}
+
+    def wait_of(request: OpenRequest) -> WaitBody | None:
+        wait = waits.get(request.request.request_id) if request.phase == "waiting" else None
+        return None if wait is None else body_of(WaitBody, wait, session_id=sessions.get(wait.other or ""))
+
+    unplanned = [one for one in context.activity.unplanned if namespace in (None, one.namespace)]
+    return [
+        *(_request_body(one, now, wait_of(one)) for one in running),
+        *(_unplanned_body(one, now) for one in unplanned),
+    ]
+
+
+def _unplanned_body(request: Unplanned, now: float) -> OpenRequestBody:
+    return body_of(
+        OpenRequestBody,
+        request,
+        phase="waiting",
+        slot=None,
+        received=round(time.time() - now + request.received_at, 3),
+        seconds=round(now - request.received_at, 3),
+        tier=None,
+        waits_for=WaitBody(reason="model", session_id=None, evaluated=0, total=0),
+        **vars(TokenCounts()),
+    )
+
+
+def _request_body(request: OpenRequest, now: float, wait: WaitBody | None) -> OpenRequestBody:
     return body_of(
         OpenRequestBody,
         request,
@@ -236,9 +276,32 @@ def _request_body(request: OpenRequest, now: float) -> OpenRequestBody:
         slot=None if request.started is None else request.started.slot,
         received=round(time.time() - now + request.arrival.received, 3),
         seconds=round(now - request.arrival.received, 3),
+        waits_for=wait,
         **request.who,
         **vars(counts_of([request])),
     )
+
+
+class RequestList(TypedDict):
+    """Requests of the last minutes."""
+
+    object: str
+    data: list[dict[str, Any]]
+    """With the fields of their events; open ones first."""
+    levels: list[tuple[float, int, int, int]]
+    """Seconds since 1970, and bytes of state live, stored and on disk."""
+
+
+async def list_requests(request: Request) -> Response:
+    """Lists the namespace's open requests and the last that have ended, the latest first; for the owner all."""
+    context, now = context_of(request), time.monotonic()
+    namespace = listed_namespace(request)
+    running = reversed(context.activity.open_requests(namespace))
+    data = [{**known_fields(one), **_request_body(one, now, None)} for one in running]
+    data += context.activity.latest(namespace)
+    titles = _titles(context, namespace)
+    data = [{**one, "title": titles.get((one["namespace"], one["session_id"]), "")} for one in data]
+    return JsonBody(RequestList(object="list", data=data, levels=list(context.activity.levels)))
 
 
 async def metrics(request: Request) -> Response:
@@ -302,14 +365,16 @@ async def list_sessions(request: Request) -> Response:
     """Lists the namespace's sessions, for the owner all."""
     context = context_of(request)
     namespace = listed_namespace(request)
-    sessions = [_shown(session, context.keys) for session in context.sessions.of(namespace)]
+    titles = _titles(context, namespace)
+    sessions = [_shown(session, context.keys, titles) for session in context.sessions.of(namespace)]
     data = [{name: value for name, value in shown.items() if name != "turns"} for shown in sessions]
     return JsonBody({"object": "list", "data": data, "refused": context.refusals.of(namespace)})
 
 
 async def get_session(request: Request) -> Response:
     """Describes one session with its last turns; raises ApiError (404)."""
-    return JsonBody(_shown(_found(request), context_of(request).keys))
+    context, session = context_of(request), _found(request)
+    return JsonBody(_shown(session, context.keys, _titles(context, session.namespace)))
 
 
 async def delete_session(request: Request) -> Response:
@@ -326,6 +391,8 @@ async def delete_session(request: Request) -> Response:
     context.pool.forget_session_of_unloaded(namespace, session_id)
     context.sessions.forget(namespace, session_id)
     context.conversations.forget(namespace, session_id)
+    context.trees.forget(namespace)
+    context.activity.forget_session(namespace, session_id)
     context.refusals.forget_session(namespace, session_id)
     await context.forget_calls(namespace, session_id)
     return JsonBody(DeletedBody(id=session_id, object="session.deleted", deleted=True))
@@ -340,49 +407,15 @@ def _found(request: Request) -> SessionDetail:
     return session
 
 
-def _shown(session: SessionDetail, keys: KeyRing) -> dict[str, Any]:
-    return {**vars(session), "key": keys.name_of(session.namespace)}
+def _titles(context: ApiContext, namespace: str | None) -> dict[tuple[str, str], str]:
+    """Beginnings of first questions, by namespace and id, of sessions whose texts are kept."""
+    turns = {(name.namespace, name.id): turn for name, turn in context.conversations.turns_of(namespace)}
+    return {key: SessionName.of(key[1], turn.prompt).title for key, turn in turns.items()}
 
 
-class ModelNameBody(BodyModel):
-    """Names a model."""
-
-    model: str = Field(min_length=1)
-
-
-class ModelStateBody(TypedDict):
-    """A model's state."""
-
-    id: str
-    object: str
-    loaded: bool
-    changed: bool
-
-
-async def load_model(request: Request) -> Response:
-    """Loads a model; raises ApiError (403, 404, 503)."""
-    context, source = await _asked(request)
-    was_loaded = source.id in context.pool.engines
-    (await context.pool.load(source)).close()
-    return _state(source, is_loaded=True, has_changed=not was_loaded)
-
-
-async def unload_model(request: Request) -> Response:
-    """Unloads a model; raises ApiError (403, 404), and 409 while it answers requests."""
-    context, source = await _asked(request)
-    return _state(source, is_loaded=False, has_changed=await context.pool.unload(source))
-
-
-async def _asked(request: Request) -> tuple[ApiContext, ModelSource]:
-    context = context_of(request)
-    name = (await read_owners_body(request, ModelNameBody, {}, "loads and unloads models by hand")).model
-    if context.is_draining:
-        raise stopped()
-    return context, await asyncio.to_thread(context.pool.source_of, name)
-
-
-def _state(source: ModelSource, *, is_loaded: bool, has_changed: bool) -> Response:
-    return JsonBody(ModelStateBody(id=source.id, object="model.state", loaded=is_loaded, changed=has_changed))
+def _shown(session: SessionDetail, keys: KeyRing, titles: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    title = titles.get((session.namespace, session.id), "")
+    return {**vars(session), "key": keys.name_of(session.namespace), "title": title}
 
 
 _QUERY = ("cache_salt", "namespace")
@@ -391,11 +424,10 @@ V1_ROUTES = (
     Endpoint(
         "/events", get_events, Operation(answer=str, answer_type="text/event-stream", query=(*_QUERY, "seconds"))
     ),
+    Endpoint("/requests", list_requests, Operation(answer=RequestList, query=_QUERY)),
     Endpoint("/sessions", list_sessions, Operation(answer=SessionList, query=_QUERY)),
     Endpoint("/sessions/{session_id:path}", get_session, Operation(answer=SessionDetail, query=_QUERY)),
     Endpoint("/sessions/{session_id:path}", delete_session, Operation(answer=DeletedBody, query=_QUERY), ["DELETE"]),
-    Endpoint("/models/load", load_model, Operation(ModelNameBody, ModelStateBody)),
-    Endpoint("/models/unload", unload_model, Operation(ModelNameBody, ModelStateBody)),
 )
 ROUTES = (
     Endpoint("/metrics", metrics, Operation(answer=str, answer_type="text/plain")),

@@ -353,6 +353,8 @@ IN_MESSAGES: Rules = IN_PROMPT | refused("""
     its name here is stop_sequences: stop=[]
     this API samples by temperature, top_p and top_k only; /v1/chat/completions has more: min_p=0 seed=-1
         repetition_penalty=1 repeat_penalty=1 presence_penalty=0 frequency_penalty=0 logit_bias={} ignore_eos=false
+        typical_p=1 top_n_sigma=0|-1 xtc_probability=0 dry_multiplier=0 allowed_token_ids bad_words=[]
+        stop_token_ids=[] min_tokens=0 min_new_tokens=0
     a request has one answer: n=1
     answers hold text, without data on single tokens: logprobs=false top_logprobs=0
     this API has no field for it; /v1/chat/completions has: cache_prompt=true speculate=true priority=0
@@ -462,8 +464,8 @@ class _Reader:
             first, *others = parts or [{"text": ""}]
             if block.is_error and not first["text"].lstrip().lower().startswith("error"):
                 # Templates have no field for an error.
-                told = [{"text": _ERROR_PREFIX.strip()}, first] if "image" in first else None
-                parts = [*(told or [{**first, "text": _ERROR_PREFIX + first["text"]}]), *others]
+                beside = [{"text": _ERROR_PREFIX.strip()}, first] if "image" in first else None
+                parts = [*(beside or [{**first, "text": _ERROR_PREFIX + first["text"]}]), *others]
         else:
             names, error = [one.tool_name for one in block.content.tool_references], block.content.error_code
             failed = f"{_ERROR_PREFIX}{error}" if error else "No tool was found."

@@ -104,7 +104,7 @@ async def props(request: Request) -> Response:
         total_slots=context_of(request).config.slots,
         model_alias=model.id,
         model_path=model.id,
-        modalities={"vision": model.vision is not None, "audio": False},
+        modalities={"vision": "vision" in model.capabilities, "audio": False},
         build_info=PRODUCT,
     )
     return JsonBody(body)
@@ -131,8 +131,8 @@ def count_input_tokens(context: ApiContext, incoming: Incoming) -> Payload:
     return {"input_tokens": len(_rendered(context, incoming).tokens)}
 
 
-def _rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
-    body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
+def _rendered(context: ApiContext, incoming: Incoming, kind: type[ChatBody] = ChatBody) -> RenderedPrompt:
+    body = parse_body(kind, dict(incoming.fields), IN_CHAT)
     return read_conversation(body, incoming, context.pool.find(body.model)).render()
 
 
@@ -149,6 +149,12 @@ class TokenizeBody(BodyModel):
     """Adds the tokens that begin a prompt."""
     parse_special: bool | None = None
     """False: names of special tokens are text."""
+    with_pieces: bool | None = None
+
+
+class TokenizedChatBody(ChatBody):
+    """Body of `POST /tokenize` with messages."""
+
     with_pieces: bool | None = None
 
 
@@ -176,20 +182,22 @@ class TokensBody(TypedDict):
 
 @inspect
 def tokenize(context: ApiContext, incoming: Incoming) -> Payload:
-    """Answers with the tokens of a text."""
-    body = parse_body(TokenizeBody, incoming.fields)
-    model, is_chat = context.pool.find(body.model), "messages" in incoming.fields
-    if is_chat:
-        rendered = _rendered(context, incoming)
+    """Answers with the tokens of a text, or of a conversation."""
+    fields = incoming.fields
+    if is_chat := "messages" in fields:
+        rendered = _rendered(context, incoming, TokenizedChatBody)
         tokens = rendered.pictures.in_words(rendered.tokens).tolist()
+        model = context.pool.find(fields.get("model"))
     else:
-        wishes, text = (body.add_special, body.add_special_tokens), body.content or body.prompt or ""
+        body = parse_body(TokenizeBody, fields)
+        model, text = context.pool.find(body.model), body.content or body.prompt or ""
+        wishes = (body.add_special, body.add_special_tokens)
         adds = True in wishes or (body.prompt is not None and False not in wishes)
         tokens = model.renderer.tokenize(text, add_special=adds, parse_special=body.parse_special is not False)
     answer: TokensBody = {"tokens": tokens}
-    if is_chat or body.prompt is not None:
+    if is_chat or fields.get("prompt") is not None:
         answer |= {"count": len(tokens), "max_model_len": model.context_tokens}
-    if body.with_pieces:
+    if fields.get("with_pieces"):
         answer["tokens"] = [_piece(token, model.token_texts.piece(token)) for token in tokens]
     return answer
 

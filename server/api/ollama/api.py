@@ -33,7 +33,7 @@ from server.api.dialect import ApiContext, Endpoint, Operation, context_of, desc
 from server.api.errors import ApiError, Code, wrong
 from server.api.guard import read_owners_body
 from server.api.ollama import generate
-from server.api.ollama.generate import OllamaDialect, find_named, line, thinks
+from server.api.ollama.generate import OllamaDialect, find_named, line
 from server.api.openapi import explain_unknown_path
 from server.api.params import Incoming
 from server.api.wire import JsonBody, Payload
@@ -156,7 +156,7 @@ def show(context: ApiContext, incoming: Incoming) -> Payload:
         "template": model.facts.chat_template,
         "details": _details(model),
         "model_info": _model_info(model),
-        "capabilities": _capabilities(model),
+        "capabilities": list(model.capabilities),
         "modified_at": _time(model.created if stored is None else int(stored.modified.timestamp())),
     }
     if defaults.system:
@@ -172,20 +172,9 @@ def _stored(model: ListedModel) -> StoredModel | None:
     return None
 
 
-def _capabilities(model: ListedModel) -> list[str]:
-    # Without "tools" if calls would come as text, and where only loading tells.
-    served = model if isinstance(model, ServedModel) else None
-    can = {
-        "vision": served and served.vision is not None,
-        "tools": served and served.tool_calls == "parsed",
-        "thinking": served and thinks(served),
-    }
-    return ["completion", *(name for name, is_there in can.items() if is_there)]
-
-
 def _tag(model: ListedModel) -> TagBody:
-    size, can = model.facts.stored_bytes, _capabilities(model)
-    return {**_head(model), "modified_at": _time(model.created), "size": size, "capabilities": can}
+    size, can = model.facts.stored_bytes, model.capabilities
+    return {**_head(model), "modified_at": _time(model.created), "size": size, "capabilities": list(can)}
 
 
 def _running(model: ServedModel, idle_seconds_left: float) -> RunningBody:
@@ -426,7 +415,7 @@ def _wanted(name: str) -> str:
     if family:
         return (names.largest(family, comfortable_weights_bytes(this_machine())) or family[0]).name
     if plain not in names.BUILT_IN and names.parse_repository(plain) is None:
-        reason = f"pull model manifest: {names.shorten(plain)[:200]!r}: {names.suggest(plain)}"
+        reason = f"pull model manifest: {names.shorten(plain)[:200]!r}: {names.suggest(plain, here='')}"
         raise ApiError(Code.MODEL_NOT_FOUND, reason, "model")
     return plain
 

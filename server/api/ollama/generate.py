@@ -33,7 +33,7 @@ from server.api.dialect import ApiContext, Dialect, Endpoint, ModelReady, Operat
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code, wrong
 from server.api.generation import Options, options_sampling
-from server.api.images import image_part
+from server.api.images import MediaPlace, image_part
 from server.api.params import GenerationParams, Incoming, ask, check_token_ids, question_of
 from server.api.record import CacheBody, cache_of
 from server.api.wire import Payload, json_text
@@ -110,13 +110,8 @@ def find_named(find: Callable[[str], Found], name: str | None) -> Found:
         raise ApiError(Code.MODEL_NOT_FOUND, f"model {name[:200]!r} not found: {error.instead}", "model") from error
 
 
-def thinks(model: ServedModel) -> bool:
-    """Whether reasoning is told apart."""
-    return model.reasoning_format is not None or model.call_format is HARMONY
-
-
 def _template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any]:
-    if body.think and not thinks(model):
+    if body.think and not model.thinks:
         raise wrong("think", f"{model.id!r} does not support thinking", Code.UNSUPPORTED_PARAMETER)
     effort = body.think if isinstance(body.think, str) else None
     if model.call_format is HARMONY:
@@ -389,7 +384,7 @@ class OllamaMessage(BodyModel):
     tool_calls: list[CallEntry] | None = None
     tool_name: str | None = Field(default=None, serialization_alias="name")
     tool_call_id: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
 
 
 class OfferedTool(BodyModel):
@@ -437,11 +432,12 @@ def chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
 def _template_message(message: OllamaMessage, index: int = 0, first_new: int = 1) -> Message:
     shown = {"tool_name", "tool_call_id", "thinking", "tool_calls"}
     given = message.model_dump(include=shown, exclude_none=True, by_alias=True)
-    place = ("messages", index) if index >= first_new else None
-    shown_images = [
-        image_part({"data": image}, place and (*place, number)) for number, image in enumerate(message.images or ())
+    is_new = index >= first_new and message.role == "user"
+    images = [
+        image_part({"data": image}, MediaPlace("messages", index, number, "images") if is_new else None)
+        for number, image in enumerate(message.images or ())
     ]
-    said = [*([{"text": message.content}] if message.content else []), *shown_images]
+    said = [*([{"text": message.content}] if message.content else []), *images]
     return {"role": message.role, "content": said, **{name: value for name, value in given.items() if value}}
 
 

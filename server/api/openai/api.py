@@ -255,6 +255,8 @@ class ModelBody(TypedDict):
     context_length: int | None
     tool_calls: str | None
     """None until loaded."""
+    capabilities: list[str]
+    """In Ollama's words."""
     max_model_len: int | None
     """Other servers' name of the same number."""
 
@@ -277,6 +279,7 @@ def _body(model: ListedModel) -> ModelBody:
         loaded=isinstance(model, ServedModel),
         context_length=model.context_tokens,
         tool_calls=model.tool_calls if isinstance(model, ServedModel) else None,
+        capabilities=list(model.capabilities),
         max_model_len=model.context_tokens,
     )
 
@@ -285,9 +288,7 @@ def _lm_studio_model(model: ListedModel) -> Payload:
     """One model in LM Studio's words."""
     facts, is_loaded, (publisher, _, name) = model.facts, isinstance(model, ServedModel), model.id.rpartition("/")
     bits, config = facts.weight_format.removesuffix("-bit"), {"context_length": model.context_tokens}
-    served = model if isinstance(model, ServedModel) else None
-    can = {"vision": served is not None and served.vision is not None}
-    can["trained_for_tool_use"] = served is not None and served.tool_calls == "parsed"
+    can = {"vision": "vision" in model.capabilities, "trained_for_tool_use": "tools" in model.capabilities}
     return {
         "type": "llm",
         "publisher": publisher,

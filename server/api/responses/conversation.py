@@ -22,7 +22,7 @@ from server.api.bodies import Body, BodyModel, Rules, Whole, parse_body, refused
 from server.api.conversation import Conversation, ThinkingWish, can_continue, media_part, read_arguments
 from server.api.dialect import context_of
 from server.api.errors import ApiError, Code, wrong
-from server.api.generation import SharedBody, smallest_limit
+from server.api.generation import SamplingBody, smallest_limit
 from server.api.params import Incoming, Limit
 from server.api.responses.output import INPUT, SEARCH, ClientTool, Item, ToolSet, joined_name, reasoning_of
 from server.api.responses.store import ResponseStore, store_of
@@ -90,7 +90,7 @@ class InputBody(binding.CallingBody):
 _Limit = Annotated[Whole, Field(ge=1)] | None
 
 
-class ResponsesBody(InputBody, SharedBody):
+class ResponsesBody(InputBody, SamplingBody):
     """Body of `POST /v1/responses`."""
 
     max_output_tokens: _Limit = None
@@ -232,8 +232,7 @@ IN_RESPONSES: Rules = IN_INPUT | refused("""
     answers hold text, without data on single tokens: top_logprobs=0
     its name here is text.format: response_format
     its name here is reasoning.effort: reasoning_effort
-    this API samples by temperature, top_p and seed only; /v1/chat/completions has more: top_k=0|-1 min_p=0
-        stop=[] presence_penalty=0 frequency_penalty=0 repetition_penalty=1 logit_bias={} n=1
+    a response is one answer: n=1
 """)
 
 WITHOUT_EFFECT: Final = (

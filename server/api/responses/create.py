@@ -24,7 +24,7 @@ from server.api.call import generate, inspect
 from server.api.conversation import check_new_media
 from server.api.dialect import ApiContext, Endpoint, Operation
 from server.api.errors import ApiError, Code, explain, retry_later, wrong
-from server.api.generation import GenerationBody, SharedBody, read_params
+from server.api.generation import GenerationBody, SamplingBody, read_params
 from server.api.params import Incoming, ask
 from server.api.record import CostsAtEnd, costs_of
 from server.api.responses import conversation
@@ -158,7 +158,7 @@ class BackgroundRun:
         self.forget = forget
         self.now: Callable[[], Payload] = response.now
         self.progress: Callable[[], str] = lambda: answer.progress
-        self.held = stack.pop_all()
+        self.resources = stack.pop_all()
         """The permit, the model and the slot of the request."""
         self.is_cancelled = self.has_ended = False
         self.events: list[bytes] = []
@@ -196,7 +196,7 @@ class BackgroundRun:
         """Keeps all events; closes `held`."""
         self._task = asyncio.current_task()
         try:
-            with self.held:
+            with self.resources:
                 async for event in events:
                     self.events.append(event)
                     self.num_bytes += len(event)
@@ -286,7 +286,7 @@ def create_response(context: ApiContext, incoming: Incoming) -> Exchange:
     check_new_media(body.input, "input", model)
     namespace = incoming.namespace(body.cache_salt)
     given = conversation.read_given(incoming, body, model, namespace, incoming.request_id.removeprefix(ID_PREFIX))
-    shared = body.model_dump(include={*SharedBody.model_fields})
+    shared = body.model_dump(include={*SamplingBody.model_fields})
     params = read_params(GenerationBody.model_validate(shared), model)
     calls = {"grammar": body.answer_grammar(), **body.calls()}
     params = replace(params, limit=body.limit(), prompt_param="input", **calls)
@@ -374,7 +374,7 @@ class _ResponseExchange(Exchange):
         code = "context_length_exceeded" if error and error.code is Code.CONTEXT_EXCEEDED else "server_error"
         self._become(status, error=error and {"code": code, "message": error.message})
         if self._run is not None:
-            self._run.held.close()
+            self._run.resources.close()
             await self._keep()
         return self._told_status()
 

@@ -174,7 +174,7 @@ class _Summary(_Reasoning):
 
 
 class _Call(_Item):
-    kind, prefix, held = "function_call", "fc", "arguments"
+    kind, prefix, field = "function_call", "fc", "arguments"
 
     def __init__(self, name: str, call_id: str, tool: ClientTool) -> None:
         super().__init__(name)
@@ -186,7 +186,7 @@ class _Call(_Item):
 
     def called(self) -> dict[str, Any]:
         name, namespace = self._tool.name, self._tool.namespace
-        return {"name": name, **({} if namespace is None else {"namespace": namespace}), self.held: self.text}
+        return {"name": name, **({} if namespace is None else {"namespace": namespace}), self.field: self.text}
 
     def grow(self, text: str) -> list[PartEvent]:
         self.text += text
@@ -199,7 +199,7 @@ class _Call(_Item):
 class _CustomCall(_Call):
     """A call of a custom tool: the text `input` is taken from the model's JSON arguments as they arrive."""
 
-    kind, prefix, held = "custom_tool_call", "ctc", "input"
+    kind, prefix, field = "custom_tool_call", "ctc", "input"
     _arguments = ""
     _read_to: int | None = None
     """None before the input begins."""

@@ -1,8 +1,10 @@
 """Responses and conversations in SQLite, in a file or in memory.
 
 No namespace sees another's. A response holds its own input and output, and its parent's id. Items are kept as JSON
-apart from bodies: what is read is neither parsed nor written again. Beyond the limits a key over its share of the
-store loses its least recently used chain or conversation first; what does not fit alone is refused and costs nothing.
+apart from bodies: what is read is neither parsed nor written again. A long file in a data: URL, such as an image, is
+kept once for a namespace, as a blob, and goes with the last item that holds it. Beyond the limits a key over its
+share of the store loses its least recently used chain or conversation first; what does not fit alone is refused and
+costs nothing.
 
 One connection writes to the file, and each thread reads with one of its own: the log written ahead lets them go on
 beside a writer, and beside other servers. In memory all share one connection, and hold it for as long as copying
@@ -11,9 +13,11 @@ even there. Deleted data is overwritten, or on a full disk given back. For any t
 ApiError (507), reading raises sqlite3.Error.
 """
 
+import hashlib
 import json
 import logging
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -108,6 +112,45 @@ def num_bytes_of(rows: Sequence[StoredRow]) -> int:
     return sum(ITEM_BYTES + len(item_id) + len(text) for item_id, text in rows)
 
 
+MIN_BLOB_BYTES: Final = 4096
+_FILE: Final = re.compile(rb";base64,([A-Za-z0-9+/]{%d,}={0,2})" % MIN_BLOB_BYTES)
+_MARK: Final = re.compile(rb"\0([0-9a-f]{32})")
+"""Stands for a blob, by its digest. JSON has no such byte."""
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).hexdigest().encode()
+
+
+def _cut(rows: Sequence[StoredRow]) -> tuple[list[StoredRow], dict[bytes, bytes]]:
+    """Rows with marks in place of files, and the files by their digests."""
+    blobs: dict[bytes, bytes] = {}
+
+    def mark(found: re.Match[bytes]) -> bytes:
+        digest = _digest(found[1])
+        blobs[digest] = found[1]
+        return b";base64,\0" + digest
+
+    return [(item_id, _FILE.sub(mark, text)) for item_id, text in rows], blobs
+
+
+def _whole(database: "_Database", place: int, text: bytes) -> bytes:
+    """The JSON of the item at `place`, with its files; raises ApiError (404) for a damaged one."""
+    if b"\0" not in text:
+        return text
+    statement = "SELECT digest, data FROM blob_uses JOIN blobs USING (blob) WHERE place = ?"
+    blobs = dict(database.execute(statement, (place,)).fetchall())
+
+    def file(found: re.Match[bytes]) -> bytes:
+        data: bytes = blobs.get(found[1], b"")
+        if _digest(data) != found[1]:
+            why = "an image that is stored here is damaged; send it again, or the conversation without it"
+            raise ApiError(Code.RESPONSE_NOT_FOUND, why)
+        return data
+
+    return _MARK.sub(file, text)
+
+
 def holder_of(namespace: str) -> str:
     """The key's part of a namespace: all its salts have one share."""
     return namespace.partition("/")[0]
@@ -157,8 +200,13 @@ _ROWS_PER_STEP: Final = 100
 """Most items written at once: each step waits for Python's lock, while others wait for the store."""
 _MODE_ATTEMPTS: Final = 250
 _MODE_SECONDS: Final = 0.02
-_VERSION: Final = 2
-_TABLES: Final = ("responses", "chains", "conversations", "conversation_items", "items", "threads")
+_VERSION: Final = 3
+_WITHOUT_BLOBS: Final = 2
+"""The version before, whose items hold their files."""
+_TABLES: Final = (
+    *("responses", "chains", "conversations", "conversation_items", "items", "threads"),
+    *("blobs", "blob_uses"),
+)
 """The tables, those of earlier versions too."""
 _SCHEMA: Final = """
 CREATE TABLE threads (
@@ -180,6 +228,26 @@ CREATE INDEX items_in_order ON items (thread, response);
 CREATE INDEX items_by_id ON items (thread, response, id);
 """
 """A thread is a chain or a conversation; the items of a conversation have the response 0."""
+_BLOBS: Final = """
+CREATE TABLE blobs (
+    blob INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, digest BLOB NOT NULL,
+    num_bytes INTEGER NOT NULL, data BLOB NOT NULL, UNIQUE (namespace, digest)
+);
+CREATE INDEX blob_sizes ON blobs (num_bytes);
+CREATE TABLE blob_uses (place INTEGER NOT NULL, blob INTEGER NOT NULL, PRIMARY KEY (place, blob)) WITHOUT ROWID;
+CREATE INDEX uses_of_blobs ON blob_uses (blob);
+CREATE TRIGGER item_dropped AFTER DELETE ON items BEGIN DELETE FROM blob_uses WHERE place = OLD.place; END;
+CREATE TRIGGER use_dropped AFTER DELETE ON blob_uses WHEN NOT EXISTS (SELECT 1 FROM blob_uses WHERE blob = OLD.blob)
+BEGIN DELETE FROM blobs WHERE blob = OLD.blob; END;
+"""
+"""Triggers count uses, so that whatever drops items drops blobs, also in a server of an earlier version."""
+_HELD: Final = """
+WITH last_use AS (SELECT num_bytes, (SELECT t.thread FROM blob_uses u JOIN items i USING (place)
+    JOIN threads t ON t.thread = i.thread WHERE u.blob = b.blob ORDER BY used DESC LIMIT 1) AS thread FROM blobs b)
+SELECT t.thread, holder, t.num_bytes + TOTAL(l.num_bytes), number FROM threads t
+LEFT JOIN last_use l ON l.thread = t.thread GROUP BY t.thread ORDER BY used
+"""
+"""What each thread takes, by use. A blob counts for whoever used it last, with whom it goes."""
 _CHAIN: Final = """
 WITH RECURSIVE chain (thread, response, parent, age) AS (
     SELECT thread, response, parent, 0 FROM responses WHERE namespace = :namespace AND id = :name
@@ -237,7 +305,8 @@ class ResponseStore:
 
         If it is not, the stored body names none.
         """
-        rows, body = rows_of([*response.input, *response.body["output"]]), json_text(response.body).encode()
+        rows, blobs = _cut(rows_of([*response.input, *response.body["output"]]))
+        body = json_text(response.body).encode()
         status, num_bytes = str(response.body.get("status")), num_bytes_of(rows)
         with self._change() as database:
             joined = None if conversation is None else _owner(database, namespace, "conversation", conversation)
@@ -249,13 +318,22 @@ class ResponseStore:
             row = (thread, namespace, response.id, response.parent, status, ITEM_BYTES + len(body) + num_bytes, body)
             columns = "thread, namespace, id, parent, status, num_bytes, body"
             inserted = database.execute(f"INSERT INTO responses ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-            _add(database, thread, inserted.lastrowid, rows, len(response.input))
+            _add(database, namespace, (thread, inserted.lastrowid), rows, blobs, len(response.input))
             _grow(database, thread, row[5], 1)
             if joined:
-                _add(database, joined[0], 0, rows)
+                _add(database, namespace, (joined[0], 0), rows, blobs)
                 _grow(database, joined[0], num_bytes)
             self._evict(database, [thread, *(joined or ())[:1]])
         return not is_lost
+
+    def count(self) -> int:
+        """How many responses and conversations are stored. Raises sqlite3.Error."""
+        counted = (
+            "SELECT (SELECT COUNT(*) FROM responses) + (SELECT COUNT(*) FROM threads WHERE kind = 'conversation')"
+        )
+        with self._reading() as database:
+            (number,) = database.execute(counted).fetchone()
+        return int(number)
 
     def chain(self, namespace: str, response_id: str) -> list[Link]:
         """A response and those before it, oldest first, if stored; the first one has a parent if that was deleted.
@@ -281,14 +359,14 @@ class ResponseStore:
 
     def put_conversation(self, namespace: str, conversation: StoredConversation, items: Sequence[Item] = ()) -> None:
         """Stores a conversation, or new metadata for it; adds items with ids."""
-        rows = rows_of(items)
+        rows, blobs = _cut(rows_of(items))
         with self._change() as database:
             before = self.find_conversation(namespace, conversation.id)
             thread = _thread(database, namespace, "conversation", conversation.id)
             changed = (conversation.created_at, json_text(conversation.metadata), thread)
             database.execute("UPDATE threads SET created = ?, metadata = ? WHERE thread = ?", changed)
             num_more = conversation.num_bytes - (before.num_bytes if before is not None else 0)
-            _add(database, thread, 0, rows)
+            _add(database, namespace, (thread, 0), rows, blobs)
             _grow(database, thread, num_more + num_bytes_of(rows), int(before is None))
             self._evict(database, [thread])
 
@@ -324,9 +402,9 @@ class ResponseStore:
         """An item of a response or conversation."""
         with self._reading() as database:
             place = _owner(database, namespace, kind, name) or (0, 0)
-            statement = f"SELECT item {_ITEMS_OF} AND id = ? ORDER BY place LIMIT 1"
+            statement = f"SELECT place, item {_ITEMS_OF} AND id = ? ORDER BY place LIMIT 1"
             row = database.execute(statement, (*place[:2], item_id)).fetchone()
-        return None if row is None else bytes(row[0])
+            return None if row is None else _whole(database, *row)
 
     def page(self, namespace: str, name: str, kind: Kind, wish: PageWish) -> Page | None:
         """Items of a conversation, or those before a response; raises ApiError (400)."""
@@ -341,15 +419,16 @@ class ResponseStore:
                 if (row := database.execute(first, asked).fetchone()) is None:
                     raise wrong("after", f"there is no item {wish.after[:200]!r} here")
                 asked["age"], asked["place"] = row
-            behind = f"WHERE (age, place) {sign} (:age, :place)" if wish.after else ""
-            statement = f"{listed} SELECT place FROM listed {behind} {in_order} LIMIT {wish.limit + 1}"
+            after = f"WHERE (age, place) {sign} (:age, :place)" if wish.after else ""
+            statement = f"{listed} SELECT place FROM listed {after} {in_order} LIMIT {wish.limit + 1}"
             places, rows, num_bytes = database.execute(statement, asked).fetchall(), list[StoredRow](), 0
-            for place in places[: wish.limit]:
-                row = database.execute("SELECT id, item FROM items WHERE place = ?", place).fetchone()
-                num_bytes += len(row[1])
+            for (place,) in places[: wish.limit]:
+                item_id, text = database.execute("SELECT id, item FROM items WHERE place = ?", (place,)).fetchone()
+                text = _whole(database, place, text)
+                num_bytes += len(text)
                 if rows and num_bytes > MAX_PAGE_BYTES:
                     break
-                rows.append(row)
+                rows.append((item_id, text))
             return Page(rows, len(rows) < len(places))
 
     # ---------------------------------------------------------------------------------------------- transactions
@@ -373,9 +452,10 @@ class ResponseStore:
 
     def _evict(self, database: _Database, kept: Sequence[int]) -> None:
         max_bytes = MAX_MEMORY_BYTES if self._path is None else MAX_DISK_BYTES
-        num_bytes, number = database.execute("SELECT TOTAL(num_bytes), TOTAL(number) FROM threads").fetchone()
+        total = "SELECT TOTAL(num_bytes) + (SELECT TOTAL(num_bytes) FROM blobs), TOTAL(number) FROM threads"
+        num_bytes, number = database.execute(total).fetchone()
         if num_bytes > max_bytes or number > MAX_RESPONSES:
-            rows = database.execute("SELECT thread, holder, num_bytes, number FROM threads ORDER BY used").fetchall()
+            rows = database.execute(_HELD).fetchall()
             stored = [Held(thread, holder, sizes) for thread, holder, *sizes in rows]
             if (victims := choose_evictions(stored, kept, (max_bytes, MAX_RESPONSES))) is None:
                 raise not_stored("it is larger than this key's share of the store")
@@ -468,7 +548,8 @@ def _owner(database: _Database, namespace: str, kind: Kind, name: str) -> _Owner
 def _texts(database: _Database, thread: int, response: int) -> list[bytes]:
     """An owner's items in order; raises what `spend` raises."""
     texts: list[bytes] = []
-    for (text,) in database.execute(f"SELECT item {_ITEMS_OF} ORDER BY place", (thread, response)):
+    for place, text in database.execute(f"SELECT place, item {_ITEMS_OF} ORDER BY place", (thread, response)):
+        text = _whole(database, place, text)
         spend(len(text), "input")
         texts.append(text)
     return texts
@@ -483,14 +564,31 @@ def _thread(database: _Database, namespace: str, kind: Kind, name: str) -> int:
 
 
 def _add(
-    database: _Database, thread: int, response: int | None, rows: Sequence[StoredRow], num_input: int = 0
+    database: _Database,
+    namespace: str,
+    owner: _Owner,
+    rows: Sequence[StoredRow],
+    blobs: Mapping[bytes, bytes],
+    num_input: int = 0,
 ) -> None:
     for start in range(0, len(rows), _ROWS_PER_STEP):
         part = rows[start : start + _ROWS_PER_STEP]
-        numbered = ((thread, response, at >= num_input, *row) for at, row in enumerate(part, start))
+        numbered = ((*owner, at >= num_input, *row) for at, row in enumerate(part, start))
         places = ", ".join(["(?, ?, ?, ?, ?)"] * len(part))
         columns = "thread, response, is_output, id, item"
-        database.execute(f"INSERT INTO items ({columns}) VALUES {places}", [*chain.from_iterable(numbered)])
+        made = database.execute(f"INSERT INTO items ({columns}) VALUES {places}", [*chain.from_iterable(numbered)])
+        for place, (_, text) in enumerate(part, (made.lastrowid or 0) - len(part) + 1):
+            for digest in {*_MARK.findall(text)}:
+                _use(database, namespace, place, digest, blobs[digest])
+
+
+def _use(database: _Database, namespace: str, place: int, digest: bytes, data: bytes) -> None:
+    """Keeps a blob for the item at `place`, in place of a damaged one."""
+    row = namespace, digest, len(data), data
+    known = "ON CONFLICT DO UPDATE SET data = excluded.data WHERE data IS NOT excluded.data"
+    database.execute(f"INSERT INTO blobs (namespace, digest, num_bytes, data) VALUES (?, ?, ?, ?) {known}", row)
+    uses = "INSERT INTO blob_uses SELECT ?, blob FROM blobs WHERE namespace = ? AND digest = ?"
+    database.execute(uses, (place, namespace, digest))
 
 
 def _grow(database: _Database, thread: int, num_bytes: int, number: int = 0) -> None:
@@ -537,8 +635,8 @@ def _prepared(path: Path | None) -> _Database:
         database.execute("BEGIN IMMEDIATE")
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version != _VERSION:
-            _make_tables(database)
-    if version not in (0, _VERSION):
+            _make_tables(database, keeps=version == _WITHOUT_BLOBS)
+    if version not in (0, _WITHOUT_BLOBS, _VERSION):
         logger.warning("%s was written by another version: the responses in it are not kept", path)
         database.execute("VACUUM")  # from here on, free pages can be given back
     return database
@@ -558,9 +656,10 @@ def _write_ahead(database: _Database) -> None:
             return
 
 
-def _make_tables(database: _Database) -> None:
-    for table in _TABLES:
+def _make_tables(database: _Database, *, keeps: bool) -> None:
+    """`keeps`: those without blobs."""
+    for table in () if keeps else _TABLES:
         database.execute(f"DROP TABLE IF EXISTS {table}")
-    for statement in _SCHEMA.split(";"):
+    for statement in f"{'' if keeps else _SCHEMA}{_BLOBS}".split(";\n"):
         database.execute(statement)
     database.execute(f"PRAGMA user_version = {_VERSION}")

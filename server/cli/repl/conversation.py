@@ -22,13 +22,33 @@ AnswerPart: TypeAlias = Text | Reasoning | Timings
 """A part of an answer; its timings come last."""
 
 
+class TextPart(TypedDict):
+    """What a message says beside images."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImagePart(TypedDict):
+    """An image, as OpenAI's API has it."""
+
+    type: Literal["image_url"]
+    image_url: dict[Literal["url"], str]
+
+
+MessageContent: TypeAlias = str | list[TextPart | ImagePart]
+"""What a message says and shows."""
+
+
 def describe_timings(timings: Timings) -> str:
     """Two lines, of prompt and answer."""
     prompt_tokens = timings.cache_tokens + timings.evaluated_tokens
     share = timings.cache_tokens / prompt_tokens if prompt_tokens else 0
     # The time runs from the first token to the last, so one token fewer was made in it.
     seconds = timings.predicted_ms / 1000
-    speed = f", {(timings.predicted_tokens - 1) / seconds:.1f} tokens/s" if seconds else ""
+    speed = (
+        f", {(timings.predicted_tokens - 1) / seconds:.1f} tokens/s" if seconds and timings.predicted_tokens else ""
+    )
     return (
         f"prompt: {prompt_tokens} tokens, {timings.cache_tokens} cached ({share:.0%}), "
         f"{timings.evaluated_tokens} evaluated in {timings.prompt_ms:.0f} ms\n"
@@ -103,7 +123,7 @@ class Dialogue:
     number: int = 1
     """Number by which a server tells this conversation from earlier ones."""
     timings: Timings | None = None
-    unanswered: str = ""
+    unanswered: MessageContent = ""
     """The last message, if it has no answer."""
 
     def prompt(self) -> list[Message]:
@@ -116,11 +136,13 @@ class Dialogue:
         self.timings, self.unanswered = None, ""
         self.number += 1
 
-    def take_back(self) -> str:
+    def take_back(self) -> MessageContent:
         """The last message, to be asked again; empty if there is none. Forgets its answer."""
-        if not self.unanswered and [turn["role"] for turn in self.turns[-2:]] == ["user", "assistant"]:
-            self.unanswered = str(self.turns[-2]["content"])
-            del self.turns[-2:]
+        roles = [turn["role"] for turn in self.turns[-2:]]
+        last = -1 if roles[-1:] == ["user"] else -2
+        if not self.unanswered and roles[last:][:1] == ["user"]:
+            self.unanswered = self.turns[last]["content"]
+            del self.turns[last:]
         return self.unanswered
 
     def dump(self, model: str) -> str:
@@ -142,7 +164,7 @@ class Dialogue:
 
 class _Turn(TypedDict):
     role: Literal["user", "assistant"]
-    content: str
+    content: MessageContent
 
 
 class _Saved(TypedDict):

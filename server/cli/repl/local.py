@@ -14,6 +14,7 @@ from models.names import installed, resolve
 from models.output.pieces import OutputParser, Piece, Reasoning, Text
 from models.prompt.chat_template import RenderedPrompt
 from models.prompt.shapes import Message
+from server.api.images import image_part, with_pictures
 from server.app.config import ServerConfig
 from server.app.service import Service, open_service
 from server.cli.repl.conversation import MAX_TOKENS, SAMPLING, AnswerPart, ChatError, template_arguments
@@ -34,6 +35,11 @@ class LocalModels:
     @property
     def name(self) -> str:
         return self._service.asked_for.id if self._service is not None else "none"
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model sees images."""
+        return self._service is not None and self._service.asked_for.vision is not None
 
     def names(self) -> Sequence[str]:
         """The models of this machine."""
@@ -78,7 +84,8 @@ class LocalModels:
             raise ChatError("no model is loaded; /model NAME loads one")
         model = self._service.asked_for
         arguments = {**model.defaults.template_arguments, **template_arguments(parameters)}
-        prompt = model.renderer.render(model.defaults.conversation(turns), template_kwargs=arguments or None)
+        messages = model.defaults.conversation(with_pictures(list(map(_with_images, turns)), model.vision))
+        prompt = model.renderer.render(messages, template_kwargs=arguments or None)
         generation = self._service.engine.submit(self._request(model, prompt, number, parameters))
         parser = model.output_parser((), prompt.text)
         try:
@@ -102,6 +109,7 @@ class LocalModels:
         return GenerationRequest(
             request_id=f"run-{next(self._request_numbers)}",
             tokens=prompt.tokens,
+            pictures=prompt.pictures,
             max_tokens=min(left_tokens, parameters.get(MAX_TOKENS, model.defaults.max_tokens or left_tokens)),
             stop=model.defaults.stop,
             sampling=replace(model.sampling, **sampling),
@@ -109,6 +117,13 @@ class LocalModels:
             restore_points=prompt.restore_points,
             thinking=model.thinking(prompt.text),
         )
+
+
+def _with_images(turn: Message) -> Message:
+    """A message with its images, unread."""
+    if isinstance(content := turn["content"], str):
+        return turn
+    return {**turn, "content": [image_part(part) if part["type"] == "image_url" else part for part in content]}
 
 
 async def _follow(generation: Generation, parser: OutputParser) -> AsyncIterator[AnswerPart]:

@@ -159,18 +159,24 @@ export class Answers {
   }
 }
 
+/** The session of a chat, as the server knows it. */
+export function sessionOf(conversation) {
+  return `chat-${conversation.id.replaceAll("-", "").slice(0, 12)}`;
+}
+
 function bodyOf(conversation, node) {
-  const { tools, effort, max_tokens, ...numbers } = conversation.settings;
+  const { tools, effort, max_tokens, fields, ...sampling } = conversation.settings;
   const before = inputUpTo(conversation, conversation.nodes[node.parent]);
   return {
     model: node.model ?? undefined,
     instructions: conversation.system.trim() ? conversation.system : undefined,
     input: node.begun ? [...before, ...itemsOf(node.begun, "incomplete")] : before,
-    session_id: `chat-${conversation.id.replaceAll("-", "").slice(0, 12)}`,
+    session_id: sessionOf(conversation),
     tools: tools?.trim() ? JSON.parse(tools).map((one) => (one.function ? { type: "function", ...one.function } : one)) : undefined,
     reasoning: effort ? { effort } : undefined,
     max_output_tokens: max_tokens,
-    ...numbers,
+    ...sampling,
+    ...(fields?.trim() ? JSON.parse(fields) : {}),
     background: true,
     stream: true,
   };
@@ -211,6 +217,7 @@ function finish(node, response) {
   const calls = response.output.filter((item) => item.type === "function_call" && item.status === "completed");
   node.tool_calls = calls.length ? calls.map((item) => ({ id: item.call_id, name: item.name, arguments: item.arguments })) : undefined;
   if (response.usage) node.usage = { prompt: response.usage.input_tokens, output: response.usage.output_tokens, cached: response.usage.input_tokens_details.cached_tokens };
+  node.response = response.id;
   node.speed = response.timings?.predicted_per_second ?? undefined;
   if (response.status === "failed") fail(node, response.error?.message ?? "The answer failed.");
   else end(node, FINISHES[response.status]);

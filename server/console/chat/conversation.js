@@ -1,5 +1,7 @@
 // A conversation as a tree of messages, of which one way is shown: pure.
 
+import { isFile, partsOf } from "./files.js";
+
 export function newId() {
   return crypto.randomUUID?.() ?? Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
@@ -22,7 +24,7 @@ export function add(conversation, parent, message) {
   conversation.nodes[node.id] = node;
   conversation.chosen[node.parent] = node.id;
   conversation.updated = Date.now();
-  if (!conversation.title && message.role === "user") conversation.title = message.content.trim().slice(0, 60);
+  if (!conversation.title && message.role === "user") conversation.title = (message.content.trim() || message.files?.[0]?.name || "").slice(0, 60);
   return node;
 }
 
@@ -59,7 +61,7 @@ export function inputUpTo(conversation, last) {
 
 /** Returns a message as items; the text of one that is gone on with is `incomplete`. */
 export function itemsOf(node, status) {
-  if (node.role === "user") return [{ role: "user", content: node.content }];
+  if (node.role === "user") return [{ role: "user", content: node.files?.length ? partsOf(node.content, node.files) : node.content }];
   if (node.role === "tool") return [{ type: "function_call_output", call_id: node.tool_call_id, output: node.content }];
   return [
     node.reasoning && { type: "reasoning", summary: [], content: [{ type: "reasoning_text", text: node.reasoning }] },
@@ -74,8 +76,8 @@ export function unfinished(conversation) {
 }
 
 /** Has a message wait for the end of an answer. */
-export function enqueue(conversation, text) {
-  (conversation.queued ??= {})[newId()] = { text, created: Date.now(), gone: false };
+export function enqueue(conversation, text, files = []) {
+  (conversation.queued ??= {})[newId()] = { text, files, created: Date.now(), gone: false };
 }
 
 /** Returns the messages that wait, each with its id. */
@@ -98,7 +100,7 @@ export function absorb(ours, theirs) {
   }
   const isOlder = ours.updated < theirs.updated;
   ours.chosen = isOlder ? { ...ours.chosen, ...theirs.chosen } : { ...theirs.chosen, ...ours.chosen };
-  if (isOlder) for (const name of ["title", "model", "system", "settings", "updated"]) ours[name] = theirs[name];
+  if (isOlder) for (const name of ["title", "model", "other", "isPinned", "system", "settings", "updated"]) ours[name] = theirs[name];
 }
 
 /** Whether an answer has more than another copy of it: it has ended, or more of its events have come. */
@@ -118,6 +120,7 @@ export function imported(text) {
     const calls = Array.isArray(node.tool_calls) ? node.tool_calls.filter((call) => isText(call?.id) && isText(call.name) && isText(call.arguments)) : undefined;
     conversation.nodes[node.id] = {
       finish: node.run ? "stopped" : undefined, id: node.id, parent: node.parent, role: node.role, content: node.content, created: Number(node.created) || 0,
+      files: Array.isArray(node.files) ? node.files.filter(isFile).map(({ kind, name, size, url, text }) => ({ kind, name, size: Number(size) || 0, url, text })) : undefined,
       reasoning: isText(node.reasoning) ? node.reasoning : undefined,
       tool_call_id: isText(node.tool_call_id) ? node.tool_call_id : undefined,
       tool_calls: calls?.map(({ id, name, arguments: given }) => ({ id, name, arguments: given })),

@@ -1,12 +1,16 @@
 // Markdown to a tree of plain objects: pure, in linear time, whatever the text. HTML in it stays text.
 
 const MAX_DEPTH = 8;
+const MAX_MATH_LINES = 60;
 const FENCE = /^ {0,3}(`{3,}|~{3,}) *([^`\s]{0,40})/;
 const HEADING = /^ {0,3}(#{1,6})(?: (.*))?$/;
 const RULE = /^ {0,3}(?:(?:\* *){3,}|(?:- *){3,}|(?:_ *){3,})$/;
 const ITEM = /^( *)(?:([-*+])|(\d{1,9})[.)])(?: +|$)(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const DELIMITER = /^:?-+:?$/;
+const TASK = /^\[([ xX])\] +/;
+const NOTE = /^ {0,3}\[\^([^\]\s]{1,40})\]: ?(.*)$/;
+const MATH_BLOCKS = [["$$", "$$"], ["\\[", "\\]"]];
 
 /** Returns blocks: `{type, …}` with `children` (blocks), `inline` (spans) or `text`. */
 export function parse(text) {
@@ -33,6 +37,16 @@ function blocksOf(lines, depth) {
       flush();
       blocks.push({ type: "heading", level: heading[1].length, inline: spansOf(headingText(heading[2] ?? "")) });
       at += 1;
+    } else if (mathAt(lines, at)) {
+      flush();
+      const { text, next } = mathAt(lines, at);
+      blocks.push({ type: "math", text });
+      at = next;
+    } else if (NOTE.test(line)) {
+      flush();
+      const [, id, said] = NOTE.exec(line);
+      blocks.push({ type: "note", id, inline: spansOf(said) });
+      at += 1;
     } else if (RULE.test(line)) {
       flush();
       blocks.push({ type: "rule" });
@@ -56,6 +70,20 @@ function blocksOf(lines, depth) {
   }
   flush();
   return blocks;
+}
+
+/** Returns a formula that stands by itself, and the line after it; null where none begins, or none ends soon. */
+function mathAt(lines, at) {
+  const first = lines[at].trim();
+  const [open, close] = MATH_BLOCKS.find(([mark]) => first.startsWith(mark)) ?? [];
+  if (!open) return null;
+  for (let end = at; end < Math.min(lines.length, at + MAX_MATH_LINES); end += 1) {
+    const line = lines[end].trim();
+    if (!line.endsWith(close) || (end === at && line.length < open.length + close.length)) continue;
+    const text = lines.slice(at, end + 1).join("\n").trim().slice(open.length, -close.length);
+    return text.includes(close) ? null : { text, next: end + 1 };
+  }
+  return null;
 }
 
 /** Returns a heading's text without the marks that may close it; by hand, since a regex would try each blank. */
@@ -95,7 +123,9 @@ function listAt(lines, from, depth, blocks) {
       inner.push(line.slice(Math.min(own, inside)));
       at += 1;
     }
-    list.items.push(blocksOf(inner, depth + 1));
+    const task = TASK.exec(inner[0]);
+    if (task) inner[0] = inner[0].slice(task[0].length);
+    list.items.push({ children: blocksOf(inner, depth + 1), isDone: task ? task[1] !== " " : null });
     let next = at;
     while (next < lines.length && !lines[next].trim()) next += 1;
     const following = ITEM.exec(lines[next] ?? "");
@@ -123,7 +153,7 @@ function tableAt(lines, from, blocks) {
   return at;
 }
 
-const SPAN = /(`+)|(\*\*|__|~~|\*|_)|(!?\[)|(https?:\/\/[^\s<>"'`)\]]{1,2000})|\\([\\`*_{}[\]()#+\-.!|~>])|((?<! ) {2,}\n)/g;
+const SPAN = /(`+)|(\\\(|\$\$)|(<br ?\/?>)|\[\^([^\]\s]{1,40})\]|(\*\*|__|~~|\*|_)|(!?\[)|(https?:\/\/[^\s<>"'`)\]]{1,2000})|\\([\\`*_{}[\]()#+\-.!|~>])|((?<! ) {2,}\n)/g;
 const LINK = /\[([^[\]\n]{0,500})\]\(\s{0,3}<?([^\s<>)]{1,2000})>?(?:\s{1,3}"[^"\n]{0,300}")?\s{0,3}\)/y;
 const KINDS = { "**": "strong", __: "strong", "*": "em", _: "em", "~~": "del" };
 
@@ -141,12 +171,18 @@ function spansOf(text, depth = 0) {
   };
   for (let found = find.exec(text); found; found = find.exec(text)) {
     const at = found.index;
-    const [whole, ticks, mark, bracket, address, escaped, broken] = found;
+    const [whole, ticks, math, brokenTag, note, mark, bracket, address, escaped, broken] = found;
     if (ticks) {
       const end = missing.has(ticks) ? -1 : text.indexOf(ticks, at + ticks.length);
       if (end < 0) missing.add(ticks);
       else add(at, { type: "code", text: text.slice(at + ticks.length, end).replace(/^ (.*) $/s, "$1") }, end + ticks.length);
-    } else if (mark) {
+    } else if (math) {
+      const close = math === "$$" ? "$$" : "\\)";
+      const end = missing.has(math) ? -1 : text.indexOf(close, at + 2);
+      if (end < 0) missing.add(math);
+      else add(at, { type: "math", text: text.slice(at + 2, end) }, end + 2);
+    } else if (note) add(at, { type: "ref", id: note }, at + whole.length);
+    else if (mark) {
       const end = closes(text, at, mark, missing);
       if (end > 0 && depth < MAX_DEPTH) {
         add(at, { type: KINDS[mark], children: spansOf(text.slice(at + mark.length, end), depth + 1) }, end + mark.length);
@@ -159,7 +195,7 @@ function spansOf(text, depth = 0) {
       const href = address.replace(/[.,;:!?]+$/, "");
       add(at, linkOf(href, href), at + href.length);
     } else if (escaped) add(at, escaped, at + whole.length);
-    else if (broken) add(at, { type: "break" }, at + whole.length);
+    else if (broken || brokenTag) add(at, { type: "break" }, at + whole.length);
   }
   if (done < text.length) spans.push(text.slice(done));
   return spans;

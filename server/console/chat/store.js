@@ -88,15 +88,28 @@ export class Store {
   }
 
   /** Keeps what is being written, with a conversation that has not begun; no text is no draft. */
-  async keepDraft(key, text, conversation = null) {
+  async keepDraft(key, text, conversation = null, files = []) {
     if (!this.database) return;
-    const draft = { id: `draft/${key}/${this.page}`, page: this.page, at: Date.now(), text, conversation };
+    const draft = { id: `draft/${key}/${this.page}`, page: this.page, at: Date.now(), text, files, conversation };
     const others = this.takenOver.get(key) ?? [];
     await this.run("readwrite", (store) => {
       for (const id of others) store.delete(id);
-      return text || conversation ? store.put(draft) : store.delete(draft.id);
+      return text || conversation || files.length ? store.put(draft) : store.delete(draft.id);
     });
     this.takenOver.delete(key);
+  }
+
+  /** Returns what is kept under names of its own: presets of settings. */
+  async presets() {
+    if (!this.database) return [...this.memory.values()].filter((one) => one.preset);
+    return this.run("readonly", (store) => store.getAll(IDBKeyRange.bound("preset/", "preset/\uffff")));
+  }
+
+  /** Keeps a preset, or forgets it where it is null. */
+  async keepPreset(name, preset) {
+    const id = `preset/${name}`;
+    if (!this.database) return preset ? this.memory.set(id, { id, name, preset }) : this.memory.delete(id);
+    return this.run("readwrite", (store) => (preset ? store.put({ id, name, preset }) : store.delete(id)));
   }
 
   run(mode, request) {

@@ -67,7 +67,7 @@ function sync(target, wanted) {
 }
 
 function isLike(node, next) {
-  return node.nodeType === next.nodeType && node.nodeName === next.nodeName && node.dataset?.key === next.dataset?.key;
+  return node.nodeType === next.nodeType && node.nodeName === next.nodeName && node.dataset?.key === next.dataset?.key && node.dataset?.fixed === next.dataset?.fixed;
 }
 
 function morph(node, next) {
@@ -75,6 +75,7 @@ function morph(node, next) {
     if (node.data !== next.data) node.data = next.data;
     return;
   }
+  if (node.dataset.fixed !== undefined) return;
   for (const { name } of [...node.attributes]) {
     if (!next.hasAttribute(name) && !(name === "open" && node.nodeName === "DETAILS")) node.removeAttribute(name);
   }
@@ -86,13 +87,31 @@ function morph(node, next) {
   if (isGiven && document.activeElement !== node && node.value !== value) node.value = value;
 }
 
-const HANDLERS = ["onclick", "onchange", "oninput", "onkeydown", "onsubmit", "ontoggle"];
+const HANDLERS = ["onclick", "onchange", "oninput", "onkeydown", "onsubmit", "ontoggle", "onpaste"];
 
 /** Says something to who listens to the page instead of looking at it, and shows it for a while. */
 export function toast(text) {
   const line = h("p", { class: "toast" }, text);
   document.getElementById("toasts").append(line);
   setTimeout(() => line.remove(), 6000);
+}
+
+/** Shows a dialog until it is closed; resolves to its value. */
+export function openDialog(dialog) {
+  document.body.append(dialog);
+  dialog.showModal();
+  return new Promise((done) => {
+    dialog.onclose = () => {
+      dialog.remove();
+      done(dialog.returnValue);
+    };
+  });
+}
+
+/** Resolves to whether a person does what a button named `action` does. */
+export async function confirmed(question, action) {
+  const buttons = h("menu", {}, h("button", { value: "yes", class: "primary" }, action), h("button", { value: "" }, "Cancel"));
+  return (await openDialog(h("dialog", { "aria-label": action }, h("form", { method: "dialog" }, h("p", {}, question), buttons)))) === "yes";
 }
 
 export async function copy(text) {

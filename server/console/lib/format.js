@@ -39,7 +39,7 @@ export function ms(value) {
 
 export function percent(share) {
   if (share === null || share === undefined || Number.isNaN(share)) return "–";
-  return `${share > 0.995 && share < 1 ? 99 : Math.round(share * 100)} %`;
+  return `${share > 0.995 && share < 1 ? 99 : Math.round(share * 100)}\u00a0%`;
 }
 
 export function clock(time) {
@@ -48,7 +48,7 @@ export function clock(time) {
 
 export function ago(time, now = Date.now() / 1000) {
   const gone = Math.max(0, now - time);
-  return gone < 2 ? "now" : `${seconds(gone < 60 ? Math.round(gone) : gone).replace(".0", "")} ago`;
+  return gone < 2 ? "now" : `${seconds(gone < 60 ? Math.round(gone) : gone).replace(".0", "").replace(/(\d) /g, "$1\u00a0")} ago`;
 }
 
 export function rate(value) {
@@ -58,10 +58,4 @@ export function rate(value) {
 /** The address of a session's page. */
 export function sessionLink(id, namespace) {
   return `#/sessions/${encodeURIComponent(id)}${namespace ? `/${encodeURIComponent(namespace)}` : ""}`;
-}
-
-/** A name as people know it; what the server made up is shortened. */
-export function sessionName(id) {
-  if (!id) return "no session yet";
-  return id.length > 40 ? `${id.slice(0, 36)}…` : id;
 }

@@ -5,7 +5,7 @@
  * Returns the root `{id: null, children, ...}`; each edge has `weight` (its own), `total` (with all below) and `tier`.
  */
 export function treeOf(cache, measure) {
-  const root = { id: null, key: "root", children: [], parent: null, tier: "root", weight: 0, start: 0, stop: 0 };
+  const root = { id: null, key: "root", children: [], parent: null, tier: "root", weight: 0, tokens: 0, start: 0, stop: 0 };
   const inMemory = new Map();
   for (const node of cache.nodes) {
     const parent = node.parent === null ? root : inMemory.get(node.parent);
@@ -33,9 +33,57 @@ export function treeOf(cache, measure) {
   return root;
 }
 
-function addUp(root) {
+/** Returns all edges below and with `root`, parents first. */
+export function below(root) {
   const order = [root];
   for (const edge of order) order.push(...edge.children);
+  return order;
+}
+
+/**
+ * Makes a tree as people see it: an edge of fewer than `few` tokens joins its parent, and one that goes on unbranched
+ * for the same conversations, in the same tier, is one edge with what follows. `parts` are the edges that it was.
+ */
+export function joined(root, few) {
+  for (const edge of below(root).reverse()) {
+    edge.parts = [edge];
+    if (!few) continue;
+    for (const child of edge.children.filter((one) => one.tokens < few)) {
+      edge.weight += child.weight;
+      edge.parts.push(...child.parts);
+      edge.children.splice(edge.children.indexOf(child), 1, ...child.children);
+      for (const one of child.children) one.parent = edge;
+    }
+    const [only] = edge.children;
+    if (edge.id !== null && edge.children.length === 1 && goesOn(edge, only)) join(edge, only);
+  }
+  addUp(root);
+  return root;
+}
+
+/** Makes every way through the tree equally wide. */
+export function evenly(root) {
+  for (const edge of below(root)) edge.weight = edge.children.length ? 0 : 1;
+  addUp(root);
+}
+
+function goesOn(edge, next) {
+  const [ours, theirs] = [edge.name, next.name].map((name) => name && `${name.num_sessions} ${name.sessions.join("\n")}`);
+  return edge.tier === next.tier && ours === theirs && !edge.pinned === !next.pinned;
+}
+
+function join(edge, next) {
+  const { stop, restore_point, uses, children } = next;
+  const name = edge.name && { ...edge.name, last: next.name.last, tools: Math.max(edge.name.tools, next.name.tools), text: (next.name.last > edge.name.last && next.name.text) || edge.name.text };
+  Object.assign(edge, {
+    stop, restore_point, uses, children, name, parts: [...edge.parts, ...next.parts], tokens: edge.tokens + next.tokens,
+    weight: edge.weight + next.weight, bytes: edge.bytes + next.bytes, disk_tokens: (edge.disk_tokens ?? 0) + (next.disk_tokens ?? 0),
+  });
+  for (const one of children) one.parent = edge;
+}
+
+function addUp(root) {
+  const order = below(root);
   for (const edge of order.reverse()) {
     edge.total = edge.weight + edge.children.reduce((all, one) => all + one.total, 0);
     edge.count = 1 + edge.children.reduce((all, one) => all + one.count, 0);

@@ -5,6 +5,7 @@ const MAX_SAMPLES = MINUTES * 60;
 const MAX_REQUESTS = 200;
 const BUSY_MS = 1000;
 const IDLE_MS = 4000;
+const TITLE_MS = 3000;
 const ANSWER_MS = 15000;
 
 export class Live {
@@ -16,7 +17,7 @@ export class Live {
     this.requests = new Map();
     this.samples = [];
     this.marks = [];
-    this.lost = 0;
+    this.past = null;
     this.speeds = new Map();
     this.changes = 0;
     this.lastId = null;
@@ -27,9 +28,41 @@ export class Live {
   }
 
   start() {
+    this.load();
     this.poll();
     this.listen();
     document.addEventListener("visibilitychange", () => (document.hidden ? this.leaving?.abort() : this.poll()));
+  }
+
+  /** Reads what was before: requests, and what the last minutes' charts are drawn from. */
+  async load() {
+    try {
+      const { data, levels } = await this.api.get("v1/requests", { timeout: ANSWER_MS });
+      for (const one of data.slice(0, MAX_REQUESTS).reverse()) {
+        const known = this.requests.get(one.id);
+        if (known?.ended) {
+          known.title ||= one.title;
+          continue;
+        }
+        const fields = { phase: one.ended ? "ended" : "waiting", started: one.queue_ms === undefined ? undefined : one.received + one.queue_ms / 1000, ...one };
+        this.requests.set(one.id, Object.assign(known ?? {}, fields));
+      }
+      this.past = { requests: data, levels };
+      this.fill();
+      this.changed();
+    } catch {
+      // Stats say what is wrong.
+    }
+  }
+
+  /** Puts samples of the time before the page before its first own one, once both are known. */
+  fill() {
+    const [first] = this.samples;
+    if (!this.past || !first) return;
+    const { requests, levels } = this.past;
+    this.past = null;
+    const earlier = samplesOf(requests, levels, first);
+    this.samples = [...earlier, ...this.samples];
   }
 
   /** Has `listener` called after each change, at most once a frame; returns what ends that. */
@@ -83,6 +116,7 @@ export class Live {
     if (before && stats.uptime_seconds < before.uptime_seconds) {
       this.samples = [];
       this.requests.clear();
+      this.load();
     }
     this.measure(before, stats);
     const open = (one) => one.completion_tokens;
@@ -98,6 +132,7 @@ export class Live {
       disk: sum(stats.models, (one) => one.cache.disk_bytes),
     };
     this.samples.push(sample);
+    this.fill();
     while (this.samples.length > MAX_SAMPLES || this.samples[0].time < sample.time - MINUTES * 60) this.samples.shift();
   }
 
@@ -147,7 +182,7 @@ export class Live {
     const kind = event.type.split(".")[0];
     if (kind === "request") this.noteRequest(event);
     else if (kind === "lost") {
-      this.lost += event.count ?? 1;
+      this.load();
       this.poll();
     } else {
       this.changes += 1;
@@ -159,16 +194,19 @@ export class Live {
   }
 
   noteRequest(event) {
-    const known = this.requests.get(event.id) ?? { id: event.id, received: event.time, isWhole: event.type === "request.queued" };
+    if (!this.requests.has(event.id) && event.type !== "request.queued") this.load();
+    const known = this.requests.get(event.id) ?? { id: event.id, received: event.time };
     const { type, time, ...fields } = event;
     Object.assign(known, fields);
     if (type === "request.started") Object.assign(known, { started: time, phase: "prefill" });
     else if (type === "request.first_token") Object.assign(known, { first: time, first_ms: event.ms, phase: "decode" });
     else if (type === "request.ended") {
       Object.assign(known, { ended: time, phase: "ended" });
-      known.received = Math.min(known.received, time - event.total_ms / 1000);
+      known.received = time - event.total_ms / 1000;
       this.changes += 1;
       this.poll();
+      // What a session is called is told with the list only.
+      if (!known.title) this.loads ??= setTimeout(() => { this.loads = null; this.load(); }, TITLE_MS);
     } else if (type === "request.queued") {
       known.phase = "waiting";
       this.poll();
@@ -176,6 +214,35 @@ export class Live {
     this.requests.set(event.id, known);
     while (this.requests.size > MAX_REQUESTS) this.requests.delete(this.requests.keys().next().value);
   }
+}
+
+const STEP = 5;
+
+/** Returns samples of before `first`, whose sums are taken back request by request. */
+function samplesOf(requests, levels, first) {
+  const from = first.time - MINUTES * 60;
+  const spans = requests.map((one) => {
+    const began = one.received + ((one.queue_ms ?? 0) + (one.restore_ms ?? 0)) / 1000;
+    const spoke = one.first_ms === undefined ? (one.ended ?? first.time) : one.received + one.first_ms / 1000;
+    return { ...one, began, spoke, until: one.ended ?? first.time };
+  });
+  const done = (start, stop, time) => (time >= stop ? 1 : time <= start ? 0 : (time - start) / (stop - start));
+  const sumsAt = (time) => ({
+    completion: sum(spans, (one) => (one.completion_tokens ?? 0) * done(one.spoke, one.until, time)),
+    evaluated: sum(spans, (one) => (one.evaluated_tokens ?? 0) * done(one.began, one.spoke, time)),
+    cached: sum(spans, (one) => (one.ended && one.ended <= time ? (one.cached_tokens ?? 0) : 0)),
+    saved: sum(spans, (one) => (one.ended && one.ended <= time ? (one.saved_seconds ?? 0) : 0)),
+    prompt: sum(spans, (one) => (one.ended && one.ended <= time ? (one.prompt_tokens ?? 0) : 0)),
+  });
+  const last = sumsAt(first.time);
+  const oldest = Math.max(from, Math.min(first.time, ...spans.map((one) => one.received), ...levels.map(([time]) => time)));
+  const samples = [];
+  for (let time = oldest; time < first.time - 1; time += STEP) {
+    const sums = sumsAt(time);
+    const [, live, memory, disk] = levels.findLast(([at]) => at <= time) ?? levels[0] ?? [0, first.live, first.memory, first.disk];
+    samples.push({ ...first, time, live, memory, disk, ...Object.fromEntries(Object.keys(sums).map((name) => [name, first[name] - last[name] + sums[name]])) });
+  }
+  return samples;
 }
 
 export function sum(list, value) {

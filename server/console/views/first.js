@@ -38,7 +38,7 @@ export function firstSteps(app, changed) {
   const steps = [
     {
       id: "share",
-      title: "Two chats, one system prompt",
+      title: "Two chats, one system message",
       text: () => "Ada's chat evaluates the prompt; Bob's finds the first part of it there.",
       run: async () => {
         const first = await ask([ADA], "tour-ada");

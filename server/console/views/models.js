@@ -1,17 +1,22 @@
-// What is installed, loaded and on its way; loading, unloading and pulling.
+// What is installed, loaded and on its way, and what could be; pulling, loading, unloading, deleting.
 
 import { reasonOf } from "../lib/api.js";
-import { h, update } from "../lib/dom.js";
+import { confirmed, h, update } from "../lib/dom.js";
 import { bytes, count, counted, percent } from "../lib/format.js";
 import { bar } from "./now.js";
 
 export const view = { id: "models", title: "Models", mount };
 
+const BUILT_IN = ["demo", "demo-hybrid"];
+const FITS = { fits: ["✓", "fits this machine"], tight: ["△", "fits, but leaves little memory for conversations"], large: ["✕", "too large for this machine"] };
+
 function mount(root, app) {
   let models = null;
+  let library = null;
   let sizes = new Map();
   let error = null;
   let seen = null;
+  let text = "";
   const pulls = new Map();
   const busy = new Set();
   const draw = () => root.hidden || update(root, content());
@@ -28,6 +33,7 @@ function mount(root, app) {
     try {
       models = (await app.api.get("v1/models")).data;
       error = null;
+      library ??= await app.api.get("v1/library");
       const tags = await app.api.get("api/tags");
       sizes = new Map(tags.models.map((one) => [one.name.replace(/:latest$/, ""), one]));
     } catch (problem) {
@@ -46,6 +52,19 @@ function mount(root, app) {
       app.toast(reasonOf(problem));
     }
     busy.delete(id);
+    refresh();
+  }
+
+  async function remove(id, parent) {
+    const what = parent ? `Delete the name ${id}? The weights of ${parent} stay.` : `Delete ${id}, ${bytes(sizes.get(id)?.size)}, from Hugging Face’s cache? Other programs share it.`;
+    if (!(await confirmed(what, "Delete"))) return;
+    try {
+      // Else a "#" or "?" in the name of a folder would end the name, and another model would be deleted.
+      await app.api.del(`v1/models/${id.split("/").map(encodeURIComponent).join("/")}`);
+      app.toast(`${id} is gone.`);
+    } catch (problem) {
+      app.toast(reasonOf(problem));
+    }
     refresh();
   }
 
@@ -77,18 +96,55 @@ function mount(root, app) {
   function content() {
     if (error) return h("p", { class: "empty" }, error);
     if (!models) return h("p", { class: "empty" }, "Asking the server …");
+    const wanted = text.trim().toLowerCase();
+    const shown = models.filter((one) => one.id.toLowerCase().includes(wanted));
     const loading = new Map((app.live.stats?.loading ?? []).map((one) => [one.id, one.step]));
     return [
+      h("div", { class: "filters" }, h("label", {}, "Search ", h("input", { type: "search", value: text, oninput: (event) => { text = event.target.value; draw(); } })), h("p", { class: "hint", role: "status" }, `${counted(shown.length, "model")} here, ${bytes(weightsOf(shown))}`)),
+      [...pulls.values()].map(pulling),
+      shown.length ? h("ul", { class: "models" }, shown.map((one) => model(one, loading.get(one.id)))) : h("p", { class: "empty" }, "No model here is called so."),
+      toPull(wanted),
+    ];
+  }
+
+  /** Names and adapters have the weights of their model, which count once. */
+  function weightsOf(shown) {
+    const ids = new Set(shown.map((one) => one.parent ?? one.id));
+    return [...ids].reduce((all, id) => all + (sizes.get(id)?.size ?? 0), 0);
+  }
+
+  /** The models that can be pulled, a row for each family; other names are typed. */
+  function toPull(wanted) {
+    const found = (library?.data ?? []).filter((one) => `${one.id} ${one.repository}`.toLowerCase().includes(wanted));
+    const families = Map.groupBy(found, (one) => one.id.split(":")[0]);
+    return h(
+      "section",
+      { class: "panel" },
+      h("h2", {}, "Pull", h("small", {}, `from Hugging Face, ${counted(found.length, "model")} by a short name`)),
+      h("p", { class: "legend fit" }, Object.entries(FITS).map(([fit, [mark, said]]) => h("span", { class: fit }, `${mark} ${said}`))),
+      h("dl", { class: "library" }, [...families].map(([family, sizes]) => h("div", { "data-key": family }, h("dt", {}, family), h("dd", {}, sizes.map(one))))),
       h(
         "form",
         { class: "filters", onsubmit: begin },
-        h("label", { for: "pull-name" }, "Pull a model"),
-        h("input", { id: "pull-name", name: "name", required: true, placeholder: "qwen3:0.6b, or org/repository", autocomplete: "off", spellcheck: "false" }),
+        h("label", { for: "pull-name" }, "Another model"),
+        h("input", { id: "pull-name", name: "name", required: true, placeholder: "org/repository of MLX weights", autocomplete: "off", spellcheck: "false" }),
         h("button", { type: "submit", class: "primary" }, "Pull"),
       ),
-      [...pulls.values()].map(pulling),
-      h("ul", { class: "models" }, models.map((one) => model(one, loading.get(one.id)))),
-    ];
+    );
+
+    function one({ id, repository, size_bytes: size }) {
+      const isHere = models.some((other) => other.id === repository);
+      const fit = fitOf(size);
+      const [mark, said] = isHere ? ["", "is here"] : FITS[fit];
+      const isOff = isHere || fit === "large" || pulls.has(id);
+      return h("button", { type: "button", class: isHere ? "here" : fit, "aria-disabled": isOff ? "true" : null, title: `${repository}: ${said}`, "aria-label": `Pull ${id}, ${bytes(size)}: ${said}`, onclick: () => isOff || pull(id) },
+        `${mark} ${id.split(":")[1]}`, h("small", {}, isHere ? "here" : bytes(size)));
+    }
+  }
+
+  function fitOf(size) {
+    if (!library || size <= library.comfortable_bytes) return "fits";
+    return size <= library.largest_bytes ? "tight" : "large";
   }
 
   function begin(event) {
@@ -119,11 +175,13 @@ function mount(root, app) {
     const isVariant = one.parent && one.parent !== one.id;
     const facts = [
       size && `${bytes(size.size)}`,
+      size && fitOf(size.size) !== "fits" && FITS[fitOf(size.size)][1],
       size?.details?.parameter_size && !size.details.parameter_size.startsWith("0.00") && `${size.details.parameter_size} parameters`,
       size?.details?.quantization_level,
       one.context_length && `context ${count(one.context_length)} tokens`,
-      isVariant && `of ${one.parent}`,
+      isVariant && `weights of ${one.parent}`,
       one.tool_calls === "parsed" && "tools",
+      one.capabilities?.includes("vision") && "sees images",
     ].filter(Boolean);
     return h(
       "li",
@@ -133,8 +191,9 @@ function mount(root, app) {
       h(
         "menu",
         {},
-        one.loaded && h("a", { class: "button", href: `#/chat/new/${encodeURIComponent(one.id)}` }, "Chat"),
+        h("a", { class: "button", title: one.loaded ? null : "The first question loads it", href: `#/chat/new/${encodeURIComponent(one.id)}` }, "Chat"),
         !isVariant && h("button", { type: "button", "aria-disabled": isBusy ? "true" : null, onclick: () => isBusy || change(one.id, one.loaded ? "unload" : "load") }, isBusy ? "…" : one.loaded ? "Unload" : "Load"),
+        !BUILT_IN.includes(one.id) && (isVariant || !one.loaded) && h("button", { type: "button", "aria-label": `Delete ${one.id}`, onclick: () => remove(one.id, isVariant && one.parent) }, "Delete"),
       ),
     );
   }

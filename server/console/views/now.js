@@ -2,23 +2,34 @@
 
 import { chart } from "../lib/chart.js";
 import { h, update } from "../lib/dom.js";
-import { bytes, count, counted, percent, rate, seconds, sessionLink, sessionName } from "../lib/format.js";
+import { bytes, count, counted, percent, rate, seconds, sessionLink } from "../lib/format.js";
 import { sum } from "../lib/live.js";
+import { waitOf, whoseOf } from "../lib/names.js";
 import { firstSteps } from "./first.js";
 
 export const view = { id: "now", title: "Now", mount };
 
 const REASONS = {
   evicted: "given up for lack of memory",
-  history_edited: "an earlier message was changed",
+  messages_changed: "an earlier message was changed",
+  history_trimmed: "earlier messages were left out",
+  reply_changed: "an answer came back otherwise than it was given",
+  thoughts_removed: "thoughts were left out of an answer",
   tools_changed: "other tools",
-  system_changed: "another system prompt",
+  system_changed: "another system message",
+  note_moved: "a note moves from message to message",
+  no_restore_point: "the model’s state can be restored at few places only",
+  cleared: "the cache was cleared",
+  restarted: "the server was restarted",
 };
+/** How long a slot that has become idle keeps its row: rows below would jump. */
+const STAY_SECONDS = 20;
 
 function mount(root, app) {
   const draw = () => root.hidden || update(root, content(app));
   const steps = firstSteps(app, draw);
   app.steps = steps;
+  app.lastHeld = {};
   app.live.subscribe(draw);
   return { show: draw };
 }
@@ -62,17 +73,28 @@ function lanes(app, model) {
   const open = app.live.stats.requests.filter((one) => one.model === model.id || model.slots.total);
   const held = new Map(open.filter((one) => one.slot !== null && belongs(app, one, model)).map((one) => [one.slot, one]));
   const { slots } = model;
+  const shown = rowsOf(app, model, held);
   const ahead = slots.prefilling + slots.decoding - held.size;
   return h(
     "section",
     { class: "panel", "data-key": `model-${model.id}` },
-    h("h2", {}, model.id, h("small", {}, `${held.size} of ${slots.total} slots answer${ahead > 0 ? ", turns to come are evaluated ahead" : ""}${drafts(model)}`)),
+    h("h2", {}, model.id, h("small", {}, `${held.size} of ${counted(slots.total, "slot")} ${held.size === 1 ? "answers" : "answer"}${ahead > 0 ? ", turns to come are evaluated ahead" : ""}${drafts(model)}`)),
     h(
       "ol",
       { class: "lanes", "aria-label": `Slots of ${model.id}` },
-      Array.from({ length: Math.min(slots.total, 64) }, (_, slot) => lane(app, slot, held.get(slot))),
+      shown.map((slot) => lane(app, slot, held.get(slot))),
+      slots.total > shown.length && h("li", { class: "lane idle", "data-key": "idle" }, h("span", { class: "slot" }), h("span", { class: "who" }, shown.length ? `${count(slots.total - shown.length)} more idle` : counted(slots.total, "idle slot"))),
     ),
   );
+}
+
+/** Returns the slots with a row: those that answer, and those that did just now. */
+function rowsOf(app, model, held) {
+  const last = (app.lastHeld[model.id] ??= new Map());
+  const now = app.live.stats.time;
+  for (const slot of held.keys()) last.set(slot, now);
+  for (const [slot, time] of last) if (now - time > STAY_SECONDS) last.delete(slot);
+  return [...last.keys()].sort((a, b) => a - b);
 }
 
 function drafts(model) {
@@ -87,16 +109,16 @@ function belongs(app, request, model) {
 }
 
 function lane(app, slot, request) {
-  if (!request) return h("li", { class: "lane idle" }, h("span", { class: "slot" }, slot), h("span", { class: "who" }, "idle"));
+  if (!request) return h("li", { class: "lane idle", "data-key": `slot-${slot}` }, h("span", { class: "slot" }, slot), h("span", { class: "who" }, "idle"));
   const done = request.cached_tokens + request.evaluated_tokens;
   const isPrefill = request.phase === "prefill";
   const speed = app.live.speeds.get(request.id);
-  const what = isPrefill ? `evaluating ${count(done)} of ${count(request.prompt_tokens)}` : `${count(request.completion_tokens)} tokens${speed > 0 ? `, ${rate(speed)}` : ""}`;
+  const what = isPrefill ? `evaluating ${count(done)} of ${count(request.prompt_tokens)}` : `${counted(request.completion_tokens, "token")}${speed > 0 ? `, ${rate(speed)}` : ""}`;
   return h(
     "li",
-    { class: `lane ${request.phase}` },
+    { class: `lane ${request.phase}`, "data-key": `slot-${slot}` },
     h("span", { class: "slot" }, slot),
-    h("a", { class: "who", href: request.session_id ? sessionLink(request.session_id, request.namespace) : "#/requests" }, sessionName(request.session_id)),
+    h("a", { class: "who", href: request.session_id ? sessionLink(request.session_id, request.namespace) : "#/requests" }, whoseOf(request, app.live)),
     promptBar(request, done),
     h("span", { class: "what" }, what),
     h("span", { class: "time" }, seconds(request.seconds)),
@@ -126,7 +148,7 @@ function queue(app) {
     "section",
     { class: "panel" },
     h("h2", {}, "Waiting", h("small", {}, `${waiting.length}`)),
-    h("ol", { class: "queue" }, waiting.slice(0, 12).map((one) => h("li", {}, h("b", {}, sessionName(one.session_id)), ` ${count(one.prompt_tokens)} tokens, ${seconds(one.seconds)}`))),
+    h("ol", { class: "queue" }, waiting.slice(0, 12).map((one) => h("li", { "data-key": one.id }, h("b", {}, whoseOf(one, app.live)), ` waits ${waitOf(one, app.live)} · ${one.prompt_tokens ? `${counted(one.prompt_tokens, "token")}, ` : ""}${seconds(one.seconds)}`))),
     waiting.length > 12 && h("p", { class: "hint" }, `and ${waiting.length - 12} more`),
   );
 }
@@ -151,7 +173,7 @@ function memory(stats) {
           h("span", { class: "bar", role: "img", "aria-label": `${bytes(cache.disk_bytes)} of ${bytes(diskBudget)} on disk` }, bar((100 * cache.disk_bytes) / diskBudget, "disk")),
           h("span", { class: "amount" }, h("span", { class: "disk" }, `files ${bytes(cache.disk_bytes)}`), `of ${bytes(diskBudget)}`),
         ],
-        h("p", { class: "hint" }, `${counted(cache.nodes, "edge")} · ${counted(moved.page_ins, "time")} paged in, ${count(moved.page_outs)} out · ${count(cache.evictions)} given up${diskBudget ? ` · ${bytes(moved.disk_written_bytes)} written, ${bytes(moved.disk_read_bytes)} read` : ""}`),
+        h("p", { class: "hint" }, `${counted(cache.nodes, "edge")} · brought into a slot ${counted(moved.page_ins, "time")}, out of one ${counted(moved.page_outs, "time")} · given up ${counted(cache.evictions, "time")}${diskBudget ? ` · ${bytes(moved.disk_written_bytes)} written, ${bytes(moved.disk_read_bytes)} read` : ""}`),
       );
     }),
   );
@@ -172,11 +194,7 @@ function charts(live) {
     h("h2", {}, "The last 15 minutes", samples.length > 1 && now - samples[0].time < 840 && h("small", {}, `of which ${seconds(now - samples[0].time)} are known`)),
     chart("Generated", [{ name: "", color: "live", values: speed("completion") }], { text: rate, now }),
     chart("Evaluated", [{ name: "", color: "work", values: speed("evaluated") }], { text: rate, now }),
-    chart("Held", [
-      { name: "live", color: "live", values: level("live") },
-      { name: "stored", color: "memory", values: level("memory") },
-      { name: "disk", color: "disk", values: level("disk") },
-    ], { text: bytes, now, stacked: true }),
+    chart("Held", [["live", "live"], ["stored", "memory"], ["disk", "disk"]].filter(([, tier]) => tier === "live" || samples.some((one) => one[tier])).map(([name, tier]) => ({ name, color: tier, values: level(tier) })), { text: bytes, now, stacked: true }),
   );
 }
 

@@ -1,11 +1,13 @@
 // The latest requests as a waterfall: queue, restore, prefill, decode.
 
 import { h, s, update } from "../lib/dom.js";
-import { clock, count, ms, percent, seconds, sessionLink, sessionName } from "../lib/format.js";
+import { clock, count, counted, ms, percent, seconds, sessionLink } from "../lib/format.js";
+import { whoseOf } from "../lib/names.js";
 
 export const view = { id: "requests", title: "Requests", mount };
 
-const PHASES = ["queue", "restore", "prefill", "decode"];
+const PHASES = { queue: "waiting", restore: "restoring", prefill: "evaluating", decode: "generating" };
+const OPEN = { waiting: "waits", prefill: "evaluates", decode: "generates" };
 
 function mount(root, app) {
   const filter = { text: "", status: "all", model: "all" };
@@ -14,7 +16,7 @@ function mount(root, app) {
   app.live.subscribe(draw);
 
   function content() {
-    const all = [...app.live.requests.values()].reverse();
+    const all = [...app.live.requests.values()].sort((a, b) => b.received - a.received);
     const found = all.filter(isWanted);
     const models = [...new Set(all.map((one) => one.model))];
     return [
@@ -24,10 +26,9 @@ function mount(root, app) {
         h("label", {}, "Session or id ", h("input", { type: "search", value: filter.text, oninput: set("text") })),
         h("label", {}, "Status ", select(filter.status, ["all", "open", "done", "cancelled", "failed"], set("status"))),
         models.length > 1 && h("label", {}, "Model ", select(filter.model, ["all", ...models], set("model"))),
-        h("p", { class: "legend" }, PHASES.map((phase) => h("span", { class: phase }, phase))),
+        h("p", { class: "legend" }, Object.entries(PHASES).map(([phase, said]) => h("span", { class: phase }, said))),
       ),
-      found.length ? table(found) : h("p", { class: "empty" }, all.length ? "No request is like that." : "Requests are shown here from the moment this page is open."),
-      app.live.lost > 0 && h("p", { class: "hint" }, `${count(app.live.lost)} events are missing here: they came too fast, or while this page was not shown.`),
+      found.length ? table(found) : h("p", { class: "empty" }, all.length ? "No request is like that." : "No request yet. Each one is shown here, the last 200 of them."),
     ];
   }
 
@@ -40,7 +41,7 @@ function mount(root, app) {
 
   function isWanted(one) {
     const text = filter.text.toLowerCase();
-    const isLike = !text || `${one.session_id ?? ""} ${one.id}`.toLowerCase().includes(text);
+    const isLike = !text || `${one.session_id ?? ""} ${one.title ?? ""} ${one.id}`.toLowerCase().includes(text);
     return isLike && (filter.status === "all" || statusOf(one) === filter.status) && (filter.model === "all" || one.model === filter.model);
   }
 
@@ -49,7 +50,7 @@ function mount(root, app) {
     return h(
       "table",
       { class: "waterfall" },
-      h("thead", {}, h("tr", {}, ["When", "Session", "Waterfall", "Prompt", "Reused", "Output", "Whole"].map((name) => h("th", { scope: "col" }, name)))),
+      h("thead", {}, h("tr", {}, ["When", "Session", "Where the time went", "Prompt", "Reused", "Output", "Total"].map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", {}, found.map((one) => [row(one, longest), open === one.id && details(one)])),
     );
   }
@@ -64,12 +65,12 @@ function mount(root, app) {
       "tr",
       { "data-key": one.id, class: statusOf(one), onclick: toggle },
       h("td", {}, clock(one.received)),
-      h("td", {}, h("button", { type: "button", class: "link", "aria-expanded": String(open === one.id) }, sessionName(one.session_id))),
+      h("td", {}, h("button", { type: "button", class: "link", "aria-expanded": String(open === one.id) }, whoseOf(one, app.live))),
       h("td", { class: "fall" }, waterfall(times, longest)),
       h("td", { class: "number" }, count(one.prompt_tokens)),
       h("td", { class: "number" }, one.cached_tokens === undefined ? "–" : percent(one.prompt_tokens ? one.cached_tokens / one.prompt_tokens : null)),
       h("td", { class: "number" }, one.completion_tokens === undefined ? "–" : count(one.completion_tokens)),
-      h("td", { class: "number" }, one.ended ? ms(one.total_ms) : statusOf(one) === "open" ? one.phase : "–"),
+      h("td", { class: "number" }, one.ended ? ms(one.total_ms) : statusOf(one) === "open" ? (OPEN[one.phase] ?? one.phase) : "–"),
     );
   }
 
@@ -82,13 +83,13 @@ function mount(root, app) {
       ["Key", one.key ?? "none"],
       ["Slot", one.slot ?? "–"],
       ["Sampling", samplingOf(one)],
-      ["Known to the cache", one.match_tokens === undefined ? "–" : `${count(one.match_tokens)} tokens`],
-      ["Restored", one.cached_tokens === undefined ? "–" : `${count(one.cached_tokens)} tokens${one.tier ? ` from ${one.tier === "live" ? "the slot itself" : one.tier}` : ""}, ${ms(one.restore_ms)}`],
-      ["Evaluated", one.evaluated_tokens === undefined ? "–" : `${count(one.evaluated_tokens)} tokens, ${ms(one.prompt_ms)}`],
+      ["Known to the cache", one.match_tokens === undefined ? "–" : counted(one.match_tokens, "token")],
+      ["Restored", one.cached_tokens === undefined ? "–" : `${counted(one.cached_tokens, "token")}${one.tier ? ` from ${one.tier === "live" ? "the slot itself" : one.tier}` : ""}, ${ms(one.restore_ms)}`],
+      ["Evaluated", one.evaluated_tokens === undefined ? "–" : `${counted(one.evaluated_tokens, "token")}, ${ms(one.prompt_ms)}`],
       ["Waited", ms(one.queue_ms)],
       ["First token", ms(one.first_ms)],
       ["Ended", one.finish ?? "not yet"],
-      ["Evaluated again", one.lost_tokens ? `${count(one.lost_tokens)} tokens: ${(one.miss?.reason ?? "").replaceAll("_", " ")}` : "nothing"],
+      ["Evaluated again", one.lost_tokens ? `${counted(one.lost_tokens, "token")}: ${(one.miss?.reason ?? "").replaceAll("_", " ")}` : "nothing"],
     ];
     return h(
       "tr",
@@ -121,21 +122,21 @@ function samplingOf(one) {
 function timesOf(one) {
   const end = one.ended ?? Date.now() / 1000;
   const total = one.ended ? one.total_ms / 1000 : end - one.received;
-  const queue = one.started ? (one.queue_ms ?? 0) / 1000 : total;
-  const restore = one.started ? (one.restore_ms ?? 0) / 1000 : 0;
+  const queue = one.queue_ms === undefined ? total : one.queue_ms / 1000;
+  const restore = one.queue_ms !== undefined ? (one.restore_ms ?? 0) / 1000 : 0;
   const first = one.first_ms === undefined ? total : one.first_ms / 1000;
   const prefill = Math.max(0, Math.min(first, total) - queue - restore);
   return { total, queue, restore, prefill, decode: Math.max(0, total - queue - restore - prefill) };
 }
 
 function waterfall(times, longest) {
-  const said = PHASES.map((phase) => `${phase} ${seconds(times[phase])}`).join(", ");
+  const said = Object.entries(PHASES).map(([phase, name]) => `${name} ${seconds(times[phase])}`).join(", ");
   let x = 0;
   return s(
     "svg",
     { viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": said },
     s("title", {}, said),
-    PHASES.map((phase) => {
+    Object.keys(PHASES).map((phase) => {
       const width = (100 * times[phase]) / longest;
       const part = s("rect", { class: phase, x: x.toFixed(2), y: 1, width: width.toFixed(2), height: 8 });
       x += width;

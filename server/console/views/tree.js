@@ -1,18 +1,30 @@
-// The prefix tree as an icicle: what is above is shared by all that is below it.
+// The prefix tree as an icicle: what is above is shared by all that is below it. One canvas, whatever the tree.
 
 import { reasonOf } from "../lib/api.js";
-import { h, update } from "../lib/dom.js";
-import { bytes, count, counted, seconds, sessionLink, sessionName } from "../lib/format.js";
-import { boxAt, boxesOf, treeOf } from "../lib/icicle.js";
+import { h, s, update } from "../lib/dom.js";
+import { ago, bytes, clock, count, counted, seconds, sessionLink } from "../lib/format.js";
+import { below, boxAt, boxesOf, evenly, joined, treeOf } from "../lib/icicle.js";
+import { Hues, colour, lineOf, nameOf, shortened, titleOf } from "../lib/names.js";
 
 export const view = { id: "tree", title: "Tree", mount };
 
-const ROW = 24;
+const ROW = { least: 24, most: 72, twoLines: 38 };
 const GLOW_MS = 1800;
+const MOVE_MS = 350;
+/** More boxes than this jump to where they belong. */
+const MAX_MOVING = 800;
 const LIMIT = 10000;
+/** Edges of fewer tokens join the one before them. */
+const FEW_TOKENS = 8;
+const MAX_CHIPS = 24;
+const SEARCH_MS = 300;
+/** Narrower boxes hold no words. */
+const MIN_TEXT = 56;
+/** In narrower boxes the colour alone says whose it is. */
+const MIN_NAME = 130;
 const TIERS = { live: "live in a slot", memory: "stored in memory", disk: "on disk only" };
 const POINTS = {
-  system_end: "the end of the system prompt",
+  system_end: "the end of the system message",
   user_start: "where a question begins",
   prompt_end: "the end of a prompt",
   turn_end: "the end of a turn",
@@ -20,10 +32,21 @@ const POINTS = {
   explicit: "asked for by a client",
 };
 
+const NOTHING = { cache: null, past: null, tree: null, top: null, chosen: null, detail: null, session: null, found: null, text: "" };
+
 function mount(root, app) {
-  const state = { cache: null, tree: null, top: null, chosen: null, by: "tokens", model: null, namespace: null, error: null, detail: null };
+  const state = { ...NOTHING, by: "conversations", isWhole: false, model: null, namespace: null, error: null };
   const glow = new Map();
+  const hues = new Hues();
+  const picture = document.createElement("canvas");
+  const motion = matchMedia("(prefers-reduced-motion: reduce)");
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  let sessions = new Map();
   let boxes = [];
+  let places = new Map();
+  let row = ROW.least;
+  let moved = -Infinity;
+  let isStale = true;
   let seen = -1;
   let isFetching = false;
   let nextFetch = 0;
@@ -38,20 +61,25 @@ function mount(root, app) {
   });
   const controls = h("div");
   const stage = h("div", { class: "stage" }, canvas);
+  const time = h("div", { class: "time" });
   const side = h("aside", { "aria-label": "The chosen edge" });
-  root.append(controls, h("div", { class: "tree-page" }, stage, side));
+  root.append(controls, h("div", { class: "tree-page" }, h("div", { class: "picture" }, stage, time), side));
   canvas.onpointermove = (event) => {
     const edge = edgeUnder(event);
-    canvas.title = edge ? edge.preview : "";
+    canvas.title = edge && edge.id !== null ? lineOf(nameOf(edge, sessions)) : "";
     if (edge && edge !== state.chosen && !state.isHeld) choose(edge, false);
   };
-  new ResizeObserver(() => root.hidden || draw()).observe(stage);
+  new ResizeObserver(() => redraw()).observe(stage);
+  addEventListener("resize", () => redraw());
   app.live.subscribe(() => {
     if (root.hidden) return;
     if (app.live.changes !== seen || app.live.stats?.requests.length) refresh();
+    if (state.cache && !state.past && app.live.stats?.requests.some((one) => one.phase === "decode")) build();
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
-  new MutationObserver(() => draw()).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+  dark.addEventListener("change", () => redraw());
+  new MutationObserver(() => redraw()).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+
+  // ----------------------------------------------------------------------------------------------------- fetching
 
   /** Looks again, at most once a second, and no more often than ten times what looking takes. */
   async function refresh(isForced = false) {
@@ -64,10 +92,7 @@ function mount(root, app) {
     seen = app.live.changes;
     const begun = performance.now();
     try {
-      const query = new URLSearchParams({ limit: LIMIT });
-      if (state.model) query.set("model", state.model);
-      if (state.namespace !== null) query.set("namespace", state.namespace);
-      take(await app.api.get(`v1/cache?${query}`));
+      take(await app.api.get(`v1/cache?${query({ limit: LIMIT })}`));
       goWhereSomethingIs();
       state.error = null;
     } catch (error) {
@@ -75,8 +100,14 @@ function mount(root, app) {
     }
     isFetching = false;
     nextFetch = performance.now() + Math.max(1000, 10 * (performance.now() - begun));
-    drawControls();
-    draw();
+    drawAll();
+  }
+
+  function query(more = {}) {
+    const asked = new URLSearchParams(more);
+    if (state.model) asked.set("model", state.model);
+    if (state.namespace !== null) asked.set("namespace", state.namespace);
+    return asked;
   }
 
   /** A client that sends any key has a namespace of its own: the owner's own is often empty. */
@@ -88,41 +119,89 @@ function mount(root, app) {
   }
 
   function take(cache) {
-    const before = new Map((state.cache?.nodes ?? []).map((node) => [`m${node.id}`, node]));
+    const before = new Map((state.cache?.nodes ?? []).map((node) => [node.id, node]));
     const beforeDisk = new Set((state.cache?.disk_nodes ?? []).map((node) => node.id));
     const now = performance.now();
     if (state.cache && state.cache.namespace === cache.namespace && state.cache.model === cache.model) {
       for (const node of cache.nodes) {
-        const was = before.get(`m${node.id}`);
+        const was = before.get(node.id);
         if (!was || was.tier !== node.tier || was.uses !== node.uses || was.disk_tokens !== node.disk_tokens || was.stop !== node.stop) glow.set(`m${node.id}`, now);
       }
       for (const node of cache.disk_nodes) if (!beforeDisk.has(node.id)) glow.set(`d${node.id}`, now);
     }
     state.cache = cache;
-    build();
+    sessions = new Map((cache.sessions ?? []).map((one) => [one.id, one]));
+    hues.learn([...sessions.keys()].reverse());
+    if (!state.past) build();
   }
 
   function build() {
     const kept = { top: state.top?.key, chosen: state.chosen?.key };
-    const measure = (node, tokens) => (state.by === "tokens" ? tokens : Math.max(1, (node.bytes * tokens) / Math.max(1, node.tokens)));
-    state.tree = treeOf(state.cache, measure);
-    const all = new Map();
-    const order = [state.tree];
-    for (const edge of order) {
-      all.set(edge.key, edge);
-      order.push(...edge.children);
-    }
+    const measure = (node, tokens) => (state.by === "bytes" ? Math.max(1, (node.bytes * tokens) / Math.max(1, node.tokens)) : tokens);
+    state.tree = treeOf(state.past ?? state.cache, measure);
+    if (!state.past) grow();
+    joined(state.tree, state.isWhole ? 0 : FEW_TOKENS);
+    if (state.by === "conversations") evenly(state.tree);
+    const all = new Map(below(state.tree).map((edge) => [edge.key, edge]));
     state.top = all.get(kept.top) ?? state.tree;
     state.chosen = all.get(kept.chosen) ?? null;
     if (!state.chosen) state.isHeld = false;
+    redraw();
+  }
+
+  /** Makes the last edge of each running answer as long as the answer is now: the server adds its tokens in chunks. */
+  function grow() {
+    for (const { session_id: id, model, prompt_tokens: prompt, completion_tokens: said } of app.live.stats?.requests ?? []) {
+      const own = below(state.tree).filter((edge) => edge.tier === "live" && model === state.cache.model && edge.name?.num_sessions === 1 && edge.name.sessions[0] === id);
+      const last = own.reduce((far, edge) => (edge.stop > (far?.stop ?? 0) ? edge : far), null);
+      if (!said || !last || last.stop >= prompt + said) continue;
+      last.weight += state.by === "bytes" ? 0 : prompt + said - last.stop;
+      Object.assign(last, { stop: prompt + said, tokens: prompt + said - last.start });
+    }
+  }
+
+  /** Shows what was there at one of the times that the server keeps; null for now. */
+  async function goTo(at) {
+    try {
+      state.past = at === null ? null : await app.api.get(`v1/cache?${query({ at: Math.floor(at) })}`);
+    } catch (error) {
+      state.past = null;
+      app.toast(reasonOf(error));
+    }
+    build();
+    drawAll();
+  }
+
+  function search(text) {
+    state.text = text;
+    clearTimeout(state.searches);
+    state.searches = setTimeout(async () => {
+      try {
+        const answer = text.trim() ? await app.api.get(`v1/cache/search?${query({ text })}`) : null;
+        if (state.text !== text) return;
+        state.found = answer && { keys: new Set([...answer.nodes.map((id) => `m${id}`), ...answer.disk_nodes.map((id) => `d${id}`)]), isPart: answer.truncated };
+        state.error = null;
+      } catch (error) {
+        state.error = reasonOf(error);
+      }
+      drawAll();
+      redraw();
+    }, SEARCH_MS);
   }
 
   // ------------------------------------------------------------------------------------------------------ drawing
 
-  function colours() {
-    const style = getComputedStyle(root);
-    const read = (name) => style.getPropertyValue(name).trim();
-    return { live: read("--live"), memory: read("--memory"), disk: read("--disk"), root: read("--line"), text: read("--on-tier"), line: read("--page"), mark: read("--ink"), glow: read("--glow"), on: read("--accent") };
+  function drawAll() {
+    drawControls();
+    drawTime();
+    drawSide();
+    redraw();
+  }
+
+  /** Has the picture made anew with the next frame. */
+  function redraw() {
+    isStale = true;
+    draw();
   }
 
   function draw() {
@@ -130,83 +209,149 @@ function mount(root, app) {
     frame = requestAnimationFrame(paint);
   }
 
+  function isDark() {
+    const { theme } = document.documentElement.dataset;
+    return theme === "dark" || (theme !== "light" && dark.matches);
+  }
+
   function paint() {
     frame = null;
     if (!state.tree) return;
-    const width = stage.clientWidth;
-    const rows = Math.min(state.top.height, 400);
-    const height = Math.max(4, rows) * ROW;
-    const scale = devicePixelRatio || 1;
-    if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
-      canvas.width = Math.round(width * scale);
-      canvas.height = Math.round(height * scale);
-    }
-    const pen = canvas.getContext("2d");
-    pen.setTransform(scale, 0, 0, scale, 0, 0);
-    pen.clearRect(0, 0, width, height);
-    pen.font = "12px system-ui, sans-serif";
-    pen.textBaseline = "middle";
-    const colour = colours();
     const now = performance.now();
-    boxes = boxesOf(state.top, width, rows);
-    let isGlowing = false;
-    for (const box of boxes) isGlowing = paintBox(pen, box, colour, now) || isGlowing;
-    if (isGlowing && !matchMedia("(prefers-reduced-motion: reduce)").matches) draw();
+    if (isStale) lay(now);
+    const isMoving = now - moved < MOVE_MS;
+    if (isStale || isMoving || picture.isMoving) paintPicture(isMoving ? (now - moved) / MOVE_MS : 1);
+    picture.isMoving = isMoving;
+    isStale = false;
+    const pen = canvas.getContext("2d");
+    pen.setTransform(1, 0, 0, 1, 0, 0);
+    pen.clearRect(0, 0, canvas.width, canvas.height);
+    pen.drawImage(picture, 0, 0);
+    pen.scale(devicePixelRatio || 1, devicePixelRatio || 1);
+    const isGlowing = paintGlow(pen, now);
+    paintChosen(pen);
+    if (isMoving || (isGlowing && !motion.matches)) draw();
   }
 
-  function paintBox(pen, box, colour, now) {
-    const { edge, x, width, row } = box;
-    const y = row * ROW;
-    const tier = edge ? edge.tier : box.tier;
+  /** Says where boxes belong; rows use the height there is. */
+  function lay(now) {
+    const width = stage.clientWidth;
+    const rows = Math.min(state.top.height, 400);
+    const high = Math.max(240, innerHeight - stage.getBoundingClientRect().top - scrollY - 90);
+    row = Math.max(ROW.least, Math.min(ROW.most, Math.floor(high / rows)));
+    const scale = devicePixelRatio || 1;
+    const size = [Math.round(width * scale), Math.round(rows * row * scale)];
+    for (const one of [canvas, picture]) if (one.width !== size[0] || one.height !== size[1]) [one.width, one.height] = size;
+    boxes = boxesOf(state.top, width, rows);
+    const before = places;
+    places = new Map(boxes.filter((box) => box.edge).map((box) => [box.edge.key, box]));
+    const isOther = boxes.some(({ edge, x, width: wide }) => edge && before.has(edge.key) && (Math.abs(before.get(edge.key).x - x) > 1 || Math.abs(before.get(edge.key).width - wide) > 1));
+    if (!isOther || boxes.length > MAX_MOVING || motion.matches) return;
+    for (const box of boxes) box.from = box.edge && before.get(box.edge.key);
+    moved = now;
+  }
+
+  function paintPicture(share) {
+    const pen = picture.getContext("2d");
+    const scale = devicePixelRatio || 1;
+    pen.setTransform(scale, 0, 0, scale, 0, 0);
+    pen.clearRect(0, 0, picture.width, picture.height);
+    pen.textBaseline = "middle";
+    const style = getComputedStyle(root);
+    const tones = Object.fromEntries(["ink", "disk", "line"].map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    const part = share * (2 - share);
+    for (const box of boxes) {
+      const { from } = box;
+      const at = from ? { x: from.x + (box.x - from.x) * part, width: from.width + (box.width - from.width) * part } : box;
+      paintBox(pen, box, at, tones);
+    }
+  }
+
+  /** Whether an edge is of what is searched for, or of the session that is looked at. */
+  function isLit(edge) {
+    if (state.found) return edge.parts.some((one) => state.found.keys.has(one.key));
+    return state.session === null || edge.id === null || Boolean(edge.name?.sessions.includes(state.session));
+  }
+
+  function paintBox(pen, box, { x, width }, tones) {
+    const { edge } = box;
+    const y = box.row * row;
     const gap = width > 3 ? 1 : 0;
-    const high = edge ? ROW - 1 : Math.min(box.height, 3) * ROW - 1;
-    pen.fillStyle = colour[tier] ?? colour.memory;
-    pen.globalAlpha = edge ? 1 : 0.55;
+    const high = edge ? row - 1 : Math.min(box.height, 3) * row - 1;
+    const { fill, ink } = edge?.id === null ? { fill: tones.line, ink: tones.ink } : colour(edge?.tier ?? box.tier, edge ? hues.of(edge) : null, isDark());
+    pen.globalAlpha = edge ? (isLit(edge) ? 1 : 0.22) : 0.55;
+    pen.fillStyle = fill;
     pen.fillRect(x, y, Math.max(0.6, width - gap), high);
-    pen.globalAlpha = 1;
-    if (!edge) return false;
-    if (edge.disk_tokens > 0) {
-      pen.fillStyle = colour.disk;
-      pen.fillRect(x, y + ROW - 4, Math.max(0.6, (width - gap) * Math.min(1, edge.disk_tokens / edge.tokens)), 3);
+    if (edge?.disk_tokens > 0) {
+      pen.fillStyle = tones.disk;
+      pen.fillRect(x, y + row - 4, Math.max(0.6, (width - gap) * Math.min(1, edge.disk_tokens / edge.tokens)), 3);
     }
-    if (edge.restore_point && width > 4) {
-      pen.fillStyle = colour.mark;
-      pen.fillRect(x + width - gap - 2, y, 2, ROW - 1);
-    }
-    if (edge.pinned && width > 10) {
-      pen.fillStyle = colour.mark;
+    if (edge && width > MIN_TEXT) paintText(pen, edge, x, y, width, ink);
+    pen.fillStyle = tones.ink;
+    if (edge?.restore_point && width > 4) pen.fillRect(x + width - gap - 2, y, 2, row - 1);
+    if (edge?.pinned && width > 10) {
       pen.beginPath();
       pen.arc(x + width - 8, y + 6, 3, 0, 7);
       pen.fill();
     }
-    if (width > 40) {
-      pen.save();
-      pen.beginPath();
-      pen.rect(x, y, width - 12, ROW);
-      pen.clip();
-      pen.fillStyle = edge.id === null ? colour.mark : colour.text;
-      pen.fillText(edge.id === null ? "all prompts" : (edge.preview || "…").replaceAll("\n", "⏎ "), x + 5, y + ROW / 2);
-      pen.restore();
-    }
-    if (edge === state.chosen) {
-      pen.strokeStyle = colour.mark;
-      pen.lineWidth = 2;
-      pen.strokeRect(x + 1, y + 1, Math.max(1, width - gap - 2), ROW - 3);
-    }
-    const since = now - (glow.get(edge.key) ?? -GLOW_MS);
-    if (since >= GLOW_MS) return false;
-    pen.globalAlpha = 0.7 * (1 - since / GLOW_MS);
-    pen.fillStyle = colour.glow;
-    pen.fillRect(x, y, Math.max(2, width - gap), ROW - 1);
     pen.globalAlpha = 1;
-    return true;
+  }
+
+  function paintText(pen, edge, x, y, width, ink) {
+    pen.save();
+    pen.beginPath();
+    pen.rect(x, y, width - 12, row);
+    pen.clip();
+    pen.fillStyle = ink;
+    const name = edge.id === null ? { who: "", what: "", quote: "all prompts" } : nameOf(edge, sessions);
+    const isTwo = row >= ROW.twoLines && name.who && width > MIN_NAME;
+    const short = width > MIN_NAME || !name.quote ? lineOf(isTwo ? { ...name, quote: "" } : name) : name.quote;
+    const line = state.isWhole && edge.id !== null ? edge.preview.replaceAll("\n", "⏎ ") : short;
+    pen.font = "12px system-ui, sans-serif";
+    pen.fillText(fitting(pen, line, width - 20), x + 5, y + (isTwo ? row * 0.32 : row / 2));
+    if (isTwo) {
+      pen.font = "11px system-ui, sans-serif";
+      pen.fillText(fitting(pen, name.quote, width - 20), x + 5, y + row * 0.7);
+      const tokens = counted(edge.tokens, "token");
+      if (pen.measureText(line).width * 1.1 + pen.measureText(tokens).width + 30 < width) {
+        pen.textAlign = "right";
+        pen.fillText(tokens, x + width - 14, y + row * 0.32);
+        pen.textAlign = "left";
+      }
+    }
+    pen.restore();
+  }
+
+  function paintGlow(pen, now) {
+    pen.fillStyle = getComputedStyle(root).getPropertyValue("--glow").trim();
+    for (const [key, since] of glow) {
+      const left = 1 - (now - since) / GLOW_MS;
+      const box = places.get(key);
+      if (left <= 0) glow.delete(key);
+      else if (box) {
+        // Beside the words, which stay readable.
+        pen.globalAlpha = left;
+        pen.fillRect(box.x, box.row * row, Math.max(2, box.width - 1), 4);
+        pen.fillRect(box.x, box.row * row, Math.min(4, Math.max(2, box.width - 1)), row - 1);
+      }
+    }
+    pen.globalAlpha = 1;
+    return glow.size > 0;
+  }
+
+  function paintChosen(pen) {
+    const box = state.chosen && places.get(state.chosen.key);
+    if (!box) return;
+    pen.strokeStyle = getComputedStyle(root).getPropertyValue("--ink").trim();
+    pen.lineWidth = 2;
+    pen.strokeRect(box.x + 1, box.row * row + 1, Math.max(1, box.width - 3), row - 3);
   }
 
   // ------------------------------------------------------------------------------------------------------ choosing
 
   function edgeUnder(event) {
     const rect = canvas.getBoundingClientRect();
-    const box = boxAt(boxes, event.clientX - rect.left, Math.floor((event.clientY - rect.top) / ROW));
+    const box = boxAt(boxes, event.clientX - rect.left, Math.floor((event.clientY - rect.top) / row));
     return box?.edge ?? null;
   }
 
@@ -218,7 +363,7 @@ function mount(root, app) {
       state.chosen = edge;
       state.detail = null;
       clearTimeout(state.asks);
-      if (edge.id !== null && edge.tier !== "disk") state.asks = setTimeout(() => lookAt(edge), 250);
+      if (edge.id !== null && edge.tier !== "disk" && !state.past) state.asks = setTimeout(() => lookAt(edge), 250);
     }
     drawSide();
     draw();
@@ -228,15 +373,12 @@ function mount(root, app) {
     if (!edge) return;
     state.top = edge;
     drawControls();
-    draw();
+    redraw();
   }
 
   async function lookAt(edge) {
     try {
-      const query = new URLSearchParams();
-      if (state.model) query.set("model", state.model);
-      if (state.namespace !== null) query.set("namespace", state.namespace);
-      const detail = await app.api.get(`v1/cache/edges/${edge.id}?${query}`);
+      const detail = await app.api.get(`v1/cache/edges/${edge.id}?${query()}`);
       if (state.chosen?.key === edge.key) state.detail = detail;
     } catch {
       // It is gone meanwhile; the next look shows that.
@@ -275,13 +417,15 @@ function mount(root, app) {
       h(
         "form",
         { class: "filters", onsubmit: (event) => event.preventDefault() },
-        h("label", {}, "Width by ", h("select", { value: state.by, onchange: (event) => { state.by = event.target.value; build(); draw(); } }, h("option", { value: "tokens" }, "tokens"), h("option", { value: "bytes" }, "bytes"))),
+        h("label", {}, "Search ", h("input", { type: "search", value: state.text, placeholder: "a text in any prompt", oninput: (event) => search(event.target.value) })),
+        h("label", {}, "Width by ", h("select", { value: state.by, onchange: (event) => { state.by = event.target.value; build(); } }, h("option", { value: "conversations" }, "conversations"), h("option", { value: "tokens" }, "tokens"), h("option", { value: "bytes" }, "bytes"))),
+        h("label", {}, h("input", { type: "checkbox", onchange: (event) => { state.isWhole = event.target.checked; build(); } }), " every edge, with template tokens"),
         models.length > 1 && h("label", {}, "Model ", h("select", { value: state.model ?? "", onchange: other("model") }, h("option", { value: "" }, "the first"), models.map((one) => h("option", { value: one.id }, one.id)))),
         namespaces.length > 1 && h("label", {}, "Namespace ", h("select", { value: state.namespace ?? state.cache.namespace, onchange: other("namespace") }, namespaces.map((one) => h("option", { value: one.namespace }, `${one.namespace || "without a key"} (${count(one.num_nodes)})`)))),
-        h("p", { class: "legend" }, h("span", { class: "live" }, "live"), h("span", { class: "memory" }, "memory"), h("span", { class: "disk" }, "disk"), h("span", { class: "point" }, "restore point"), h("span", { class: "pin" }, "pinned")),
       ),
-      path.length > 1 && h("nav", { class: "path", "aria-label": "Way from the root" }, path.map((edge) => h("button", { type: "button", class: "link", onclick: () => zoom(edge) }, edge.id === null ? "all prompts" : (edge.preview.slice(0, 24) || "…")))),
+      path.length > 1 && h("nav", { class: "path", "aria-label": "Way from the root" }, path.map((edge) => h("button", { type: "button", class: "link", onclick: () => zoom(edge) }, edge.id === null ? "all prompts" : shortened(lineOf(nameOf(edge, sessions)), 32)))),
       state.error && h("p", { class: "bad" }, state.error),
+      state.found && h("p", { class: "hint", role: "status" }, `The text is in ${counted(below(state.tree).filter((edge) => edge.id !== null && isLit(edge)).length, "place")}${state.found.isPart ? ", and maybe in more" : ""}.`),
       state.cache && !state.cache.nodes.length && !state.cache.disk_nodes.length && h("p", { class: "empty" }, "Nothing is held yet. ", h("a", { href: "#/now" }, "Now"), " has three things to try."),
       state.cache?.truncated && h("p", { class: "hint" }, `${count(state.cache.nodes.length)} of ${count(state.cache.num_nodes)} edges are shown, those used last.`),
     );
@@ -291,36 +435,85 @@ function mount(root, app) {
     return (event) => {
       state[name] = event.target.value;
       if (name === "model") state.namespace = null;
-      Object.assign(state, { cache: null, tree: null, top: null, chosen: null, detail: null });
+      Object.assign(state, NOTHING);
       refresh(true);
     };
   }
 
+  /** The slider: the times that the server keeps, then now. */
+  function drawTime() {
+    const earlier = state.cache?.earlier ?? [];
+    if (!earlier.length) return update(time);
+    const shown = state.past ? earlier.filter((at) => at <= state.past.time + 1).length - 1 : earlier.length;
+    const said = state.past ? `${clock(state.past.time)}, ${ago(state.past.time)}` : "now";
+    update(
+      time,
+      h("label", {}, "Time ", h("input", { type: "range", min: 0, max: earlier.length, value: Math.max(0, shown), "aria-valuetext": said, oninput: (event) => goTo(earlier[Number(event.target.value)] ?? null) })),
+      h("span", { role: "status" }, said),
+      h("p", { class: "legend" }, ["live", "memory", "disk"].map((tier) => h("span", { class: "shade" }, s("svg", { width: 11, height: 11, "aria-hidden": "true" }, s("rect", { width: 11, height: 11, rx: 2, fill: colour(tier, null, isDark()).fill })), tier === "live" ? " in a slot" : tier === "memory" ? " in memory" : " on disk")), h("span", { class: "point" }, "restore point"), h("span", { class: "pin" }, "pinned")),
+    );
+  }
+
   function drawSide() {
     const edge = state.chosen;
-    update(side, edge ? facts(edge) : h("p", { class: "hint", id: "tree-chosen" }, "Point at an edge, or use the arrow keys. What lies above is shared by all that hangs below it; a second click goes into it."));
+    update(side, state.past && changes(), edge ? facts(edge) : h("p", { class: "hint", id: "tree-chosen" }, "Point at an edge, or use the arrow keys. What lies above is shared by all that hangs below it; a second click goes into it."), chips());
+  }
+
+  /** What has come and gone since the time that is shown, and why. */
+  function changes() {
+    const [then, now] = [state.past, state.cache].map((cache) => new Map(cache.nodes.map((node) => [node.id, node])));
+    const come = state.cache.nodes.filter((node) => !then.has(node.id));
+    const gone = state.past.nodes.filter((node) => !now.has(node.id)).map((node) => ({ ...node, why: whyGone(node, now) }));
+    const reasons = Object.entries(Object.groupBy(gone, (node) => node.why));
+    return h("section", { class: "changes" }, h("h2", {}, `Since ${clock(state.past.time)}`),
+      h("ul", {}, h("li", {}, `${counted(come.length, "edge")} came, ${counted(come.reduce((all, node) => all + node.tokens, 0), "token")}`),
+        reasons.map(([why, nodes]) => h("li", {}, `${counted(nodes.length, "edge")} ${why}: `, nodes.slice(0, 3).map((node) => shortened(lineOf(nameOf(node, sessions)), 60)).join("; "), nodes.length > 3 && " …"))));
+  }
+
+  function whyGone(node, now) {
+    const heirs = state.past.nodes.filter((one) => one.parent === node.id);
+    if (heirs.some((one) => now.get(one.id)?.start <= node.start)) return "joined with what follows";
+    if (state.cache.disk_nodes.some((one) => one.start <= node.start && one.stop >= node.stop && one.memory_tokens < one.tokens)) return "went to disk only";
+    return state.cache.evictions > state.past.evictions ? "given up for lack of memory" : "replaced by newer state";
+  }
+
+  function chips() {
+    const all = [...sessions.values()];
+    if (!all.length) return null;
+    const known = state.session === null || all.slice(0, MAX_CHIPS).some((one) => one.id === state.session) ? all.slice(0, MAX_CHIPS) : [sessions.get(state.session), ...all.slice(0, MAX_CHIPS - 1)];
+    return h("section", {}, h("h2", {}, "Whose it is"), h("ul", { class: "whose" }, known.filter(Boolean).map((one) =>
+      h("li", { "data-key": one.id },
+        s("svg", { width: 12, height: 12, "aria-hidden": "true" }, s("rect", { width: 12, height: 12, rx: 3, fill: colour("live", hues.known.get(one.id) ?? null, isDark()).fill })),
+        h("button", { type: "button", class: "link", "aria-pressed": String(state.session === one.id), onclick: () => {
+          state.session = state.session === one.id ? null : one.id;
+          drawSide();
+          redraw();
+        } }, titleOf(one)), !titleOf(one).includes(one.question.slice(0, 20)) && h("small", {}, shortened(one.question.replace(/\s+/g, " "), 70))))),
+      all.length > known.length && h("p", { class: "hint" }, `and ${count(all.length - known.length)} more`));
   }
 
   function facts(edge) {
-    if (edge.id === null) return h("p", { id: "tree-chosen", role: "status" }, `All prompts: ${counted(edge.count - 1, "edge")}, ${state.by === "tokens" ? counted(edge.total, "token") : bytes(edge.total)}.`);
+    if (edge.id === null) return h("p", { id: "tree-chosen", role: "status" }, `All prompts: ${counted(edge.count - 1, "edge")}, ${state.by === "bytes" ? bytes(edge.total) : counted(below(edge).reduce((all, one) => all + one.tokens, 0), "token")}.`);
     const detail = state.detail;
     const text = detail?.text ?? edge.preview;
+    const name = nameOf(edge, sessions);
     const rows = [
       ["Tokens", `${count(edge.tokens)} (${count(edge.start)} to ${count(edge.stop)})`],
       ["Where", TIERS[edge.tier] + (edge.disk_tokens && edge.tier !== "disk" ? `, ${count(edge.disk_tokens)} on disk too` : "")],
       ["Takes", edge.tier === "live" ? "the slot's memory" : bytes(edge.bytes)],
-      edge.uses !== undefined && ["Restored", edge.uses === 1 ? "once" : `${count(edge.uses)} times`],
+      edge.uses !== undefined && ["Restored", edge.uses === 1 ? "once" : counted(edge.uses, "time")],
       detail?.seconds != null && ["Evaluating it again", `about ${seconds(detail.seconds)}`],
       edge.restore_point && ["Restore point", POINTS[edge.restore_point] ?? edge.restore_point],
       edge.pinned && ["Pinned", "it is not given up"],
       ["Below it", counted(edge.count - 1, "edge")],
     ].filter(Boolean);
     return [
-      h("p", { class: "sr", id: "tree-chosen", role: "status" }, `${edge.preview.slice(0, 60)}, ${count(edge.tokens)} tokens, ${TIERS[edge.tier]}, ${count(edge.children.length)} branches`),
-      h("blockquote", { tabindex: 0, "aria-label": "Text of the edge" }, text, detail?.truncated && " …"),
-      h("dl", { class: "facts" }, rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+      h("h2", {}, name.what || "Text", name.who && h("small", {}, `of ${name.who}`)),
+      h("p", { class: "sr", id: "tree-chosen", role: "status" }, `${shortened(lineOf(name), 90)}, ${counted(edge.tokens, "token")}, ${TIERS[edge.tier]}, ${edge.children.length === 1 ? "1 branch" : `${count(edge.children.length)} branches`}`),
+      h("blockquote", { tabindex: 0, "aria-label": "Text of the edge", dir: "auto" }, text, (detail?.truncated || edge.parts.length > 1) && " …"),
+      h("dl", { class: "facts" }, rows.map(([title, value]) => h("div", {}, h("dt", {}, title), h("dd", {}, value)))),
       detail?.sessions.length ? h("section", {}, h("h2", {}, "Used by"), h("ul", { class: "users" }, detail.sessions.map((id) =>
-        h("li", {}, h("a", { href: sessionLink(id, state.cache.namespace) }, sessionName(id)), " ", h("button", { type: "button", class: "link", onclick: () => pin(id) }, "pin"))))) : null,
+        h("li", {}, h("a", { href: sessionLink(id, state.cache.namespace) }, titleOf(sessions.get(id) ?? { id })), " ", h("button", { type: "button", class: "link", onclick: () => pin(id) }, "pin"))))) : null,
     ];
   }
 
@@ -329,7 +522,7 @@ function mount(root, app) {
       const namespace = state.namespace ?? state.cache.namespace;
       const query = namespace ? `?namespace=${encodeURIComponent(namespace)}` : "";
       await app.api.post(`v1/sessions/${encodeURIComponent(id)}/pin${query}`);
-      app.toast(`The state of ${sessionName(id)} stays.`);
+      app.toast(`The state of ${titleOf(sessions.get(id) ?? { id })} stays.`);
       refresh(true);
     } catch (error) {
       app.toast(reasonOf(error));
@@ -337,11 +530,16 @@ function mount(root, app) {
   }
 
   return {
-    show() {
+    /** Shows the tree, of a session and its model if they are named, the session's edges lit. */
+    show([session, model] = []) {
+      if (session) {
+        if (model && model !== (state.model ?? state.cache?.model)) Object.assign(state, NOTHING, { model, namespace: null });
+        Object.assign(state, { session, found: null, text: "" });
+      }
       drawSide();
       refresh(true);
     },
-    /** For measurements: draws a given cache, and returns the milliseconds that takes. */
+    /** For measurements: draws a given cache, or what is shown once more, and returns the milliseconds that takes. */
     paintNow(cache) {
       if (cache) take(cache);
       const begun = performance.now();
@@ -349,4 +547,11 @@ function mount(root, app) {
       return performance.now() - begun;
     },
   };
+}
+
+/** As much of a text as fits a width. */
+function fitting(pen, text, width) {
+  const line = shortened(text, 160);
+  const wide = pen.measureText(line).width;
+  return wide <= width ? line : shortened(line, Math.max(2, Math.floor((line.length * width) / wide) - 1));
 }

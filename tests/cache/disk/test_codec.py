@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cache.disk import codec
 from cache.disk.tier import DiskTier
 from cache.disk.tree import Target
-from cache.layers.layout import Layout
 from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 from tests.support import disk_driver, fake_model
@@ -57,8 +56,8 @@ def bits(array: mx.array) -> tuple[Any, ...]:
 
 def assert_same(got: Segment, wanted: Segment) -> None:
     assert (got.start, got.stop) == (wanted.start, wanted.stop)
-    assert [indices for indices, _ in got.packs] == [indices for indices, _ in wanted.packs]
-    for (_, left), (_, right) in zip(got.packs, wanted.packs, strict=True):
+    assert [indices for indices, *_ in got.packs] == [indices for indices, *_ in wanted.packs]
+    for (_, left, _), (_, right, _) in zip(got.packs, wanted.packs, strict=True):
         assert bits(left) == bits(right)
 
 
@@ -66,7 +65,7 @@ def through_disk(folder: Path, segment: Segment, tokens: TokenArray) -> Segment:
     """Returns what another process would read."""
     tier = open_tier(folder)
     tier.write_span(Target("", tokens), segment)
-    assert tier.flush(10)
+    assert tier.flush(120)
     tier.close()
     tier = open_tier(folder)
     span = find_span(tier, tokens, segment.start) if segment.start else disk_driver.entries(tier)[0].span
@@ -83,33 +82,12 @@ def test_every_type_comes_back_bit_by_bit(dtype: mx.Dtype, tmp_path: Path) -> No
     assert_same(through_disk(tmp_path, segment, tokens_of(range(20))), segment)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 255, 256, 257, 700])
-def test_packs_of_any_shape_come_back(num_tokens: int, tmp_path: Path) -> None:
-    shapes = [((0, 3), (2, 2, num_tokens, 8), mx.uint32), ((1,), (1, 2, num_tokens, 1), mx.bfloat16)]
-    shapes.append(((2, 4, 5), (3, 1, num_tokens, 6), mx.float16))
-    packs = [(indices, random_bits(shape, dtype, shape[0])) for indices, shape, dtype in shapes]
-    segment = Segment(0, num_tokens, packs)
-    assert_same(through_disk(tmp_path, segment, tokens_of(range(num_tokens))), segment)
-
-
-def test_a_model_without_span_layers_has_empty_segments(tmp_path: Path) -> None:
-    segment = Segment(0, 5, [])
-    assert_same(through_disk(tmp_path, segment, tokens_of(range(5))), segment)
-
-
-def test_rows_that_lie_in_strides_come_back(tmp_path: Path) -> None:
-    rows = mx.transpose(random_bits((12, 3, 2, 8), mx.bfloat16), (1, 2, 0, 3))
-    mx.eval(rows)
-    segment = Segment(0, 12, [((0, 1, 2), rows)])
-    assert_same(through_disk(tmp_path, segment, tokens_of(range(12))), segment)
-
-
 @pytest.mark.usefixtures("exact_buffers")
 def test_loaded_state_owns_its_bytes_and_no_more(tmp_path: Path) -> None:
     segment = through_disk(tmp_path, segment_of(tokens_of(range(600)), 0), tokens_of(range(600)))
-    assert segment.num_bytes == sum(rows.nbytes for _, rows in segment.packs)
+    assert segment.num_bytes == sum(rows.nbytes for _, rows, _ in segment.packs)
     part, _ = segment.split(100)
-    assert part.num_bytes == sum(rows.nbytes for _, rows in part.packs)
+    assert part.num_bytes == sum(rows.nbytes for _, rows, _ in part.packs)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +96,7 @@ def long_tier(tmp_path_factory: pytest.TempPathFactory) -> Any:
     tier = open_tier(tmp_path_factory.mktemp("long"))
     for start, stop in ((0, 300), (300, 310), (310, 1000)):
         write(tier, LONG[:stop], start)
-    assert tier.flush(10)
+    assert tier.flush(120)
     yield tier
     tier.close()
 
@@ -147,37 +125,23 @@ def test_any_cuts_and_joins_of_a_span_load_the_right_rows(
     assert_rows(segment, LONG)
 
 
-def test_cutting_reads_nothing(tmp_path: Path) -> None:
-    files = disk_driver.CountingFiles()
-    tier = open_tier(tmp_path, files=files)
-    span = write(tier, LONG)
-    assert span is not None
-    assert tier.flush(10)
-    files.counts.clear()
-    left, right = span.clipped(0, 400), span.clipped(400, span.stop)
-    assert (left.start, left.stop, right.stop) == (span.start, 400, span.stop)
-    assert files.counts == {}
-    tier.close()
-
-
 def test_only_the_blocks_around_a_range_are_read(tmp_path: Path) -> None:
     files, tokens = disk_driver.CountingFiles(), tokens_of(range(20 * codec.BLOCK_TOKENS))
     tier = open_tier(tmp_path, files=files)
     span = write(tier, tokens)
     assert span is not None
-    assert tier.flush(10)
+    assert tier.flush(120)
     files.read_bytes = 0
     assert_span(tier, span.clipped(0, codec.BLOCK_TOKENS), tokens)
     assert 0 < files.read_bytes < span.num_bytes / 10
     tier.close()
 
 
-def test_files_are_safetensors_that_other_tools_read(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path)
+def test_files_are_safetensors_that_other_tools_read(tier: DiskTier, tmp_path: Path) -> None:
     tokens = tokens_of(range(300))
     write(tier, tokens)
     disk_driver.snap(tier, tokens)
-    assert tier.flush(10)
+    assert tier.flush(120)
     tier.close()
     for name in stored_names(tmp_path):
         with safetensors.safe_open(tmp_path / name, "numpy") as file:
@@ -193,7 +157,7 @@ def points_through_disk(folder: Path, caches: list[Any]) -> RecurrentState:
     tier = open_tier(folder)
     snapshot = write_snapshot(tier, tokens_of([1, 2]), None, RecurrentState(caches))
     assert snapshot is not None
-    assert tier.flush(10)
+    assert tier.flush(120)
     window, points = tier.reader.load(snapshot.whole)
     tier.close()
     assert window is None and points is not None
@@ -205,7 +169,7 @@ def test_recurrent_state_comes_back_with_all_it_consists_of(tmp_path: Path) -> N
     cache[0] = random_bits((1, 3, 4), mx.bfloat16)
     cache[1] = mx.transpose(random_bits((2, 3, 4), mx.float32), (2, 0, 1))
     cache[3] = mx.zeros((0, 7), mx.float16)
-    (held,) = points_through_disk(tmp_path, [cache]).held
+    (held,) = points_through_disk(tmp_path, [cache]).caches
     assert type(held) is ArraysCache and held[2] is None and held.lengths is None
     for got, wanted in ((held[0], cache[0]), (held[1], cache[1]), (held.left_padding, cache.left_padding)):
         assert bits(got) == bits(wanted)
@@ -226,39 +190,15 @@ def test_a_rotating_cache_taken_whole_goes_on_as_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "cache", [fake_model.Opaque(), CacheList(fake_model.Opaque()), type("ArraysCache", (), {})()]
 )
-def test_state_of_unknown_classes_is_declined(cache: Any, tmp_path: Path) -> None:
-    tier = open_tier(tmp_path)
+def test_state_of_unknown_classes_is_declined(cache: Any, tier: DiskTier, tmp_path: Path) -> None:
     assert write_snapshot(tier, tokens_of([1]), None, RecurrentState([cache])) is None
-    assert tier.flush(10) and stored_names(tmp_path) == set()
-    tier.close()
+    assert tier.flush(120) and stored_names(tmp_path) == set()
 
 
-@pytest.mark.parametrize("layout", fake_model.LAYOUTS)
-def test_live_caches_restored_from_disk_stand_for_the_same_tokens(layout: str, tmp_path: Path) -> None:
-    tokens = tokens_of(range(1, 101))
-    caches, fresh = fake_model.make_caches(layout), fake_model.make_caches(layout)
-    fake_model.evaluate(caches, tokens)
-    parts = Layout(caches)
-    (segment,) = parts.cut_spans(caches, [(0, 100)])
-    tier = open_tier(tmp_path)
-    window = parts.cut_window(caches, 100 - fake_model.WINDOW, 100) if parts.window else None
-    points = parts.take_recurrent(caches) if parts.has_recurrent else None
-    tier.write_span(Target("", tokens), segment)
-    if parts.needs_snapshots:
-        write_snapshot(tier, tokens, window, points)
-    assert tier.flush(10)
-    tier.close()
-
-    tier = open_tier(tmp_path)
-    (entry,) = disk_driver.entries(tier)
-    parts.load_spans(fresh, [tier.reader.load_rows(entry.span.parts)], keep=0, offset=100, capacity=120)
-    if entry.snapshot is not None:
-        window, points = tier.reader.load(entry.snapshot.whole)
-        if window is not None:
-            parts.load_windows(fresh, [window], 100)
-        if points is not None:
-            parts.put_recurrent(fresh, points)
-    fake_model.assert_holds(fresh, tokens.tolist())
-    fake_model.evaluate(fresh, tokens_of([7, 8]))
-    fake_model.assert_holds(fresh, [*tokens.tolist(), 7, 8])
-    tier.close()
+def test_state_of_a_class_that_is_named_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(codec.STORABLE, "Opaque", fake_model.Opaque)
+    cache = fake_model.Opaque()
+    cache.rows = random_bits((1, 3, 4), mx.bfloat16)
+    (held,) = points_through_disk(tmp_path, [cache]).caches
+    assert type(held) is fake_model.Opaque and vars(held).keys() == vars(cache).keys()
+    assert bits(held.rows) == bits(cache.rows)

@@ -12,7 +12,7 @@ import pytest
 
 from cache.budget import FolderError
 from cache.disk.files import FileSystem
-from cache.disk.tier import RETRY_SECONDS
+from cache.disk.tier import RETRY_SECONDS, DiskTier
 from tests.support.disk_driver import (
     CountingFiles,
     assert_recurrent,
@@ -36,17 +36,17 @@ def holds_tokens(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("namespace", [None, "secret"])
-def test_cleared_tokens_are_in_no_file_while_the_server_runs(namespace: str | None, tmp_path: Path) -> None:
-    tier = open_tier(tmp_path)
+def test_cleared_tokens_are_in_no_file_while_the_server_runs(
+    namespace: str | None, tier: DiskTier, tmp_path: Path
+) -> None:
     write(tier, SECRET, namespace="secret")
     write(tier, tokens_of(range(50)), namespace="other")
-    assert tier.flush(10)
+    assert tier.flush(120)
     assert holds_tokens(tmp_path)
     tier.clear(namespace)
-    assert tier.flush(10)
+    assert tier.flush(120)
     assert not holds_tokens(tmp_path)
     assert (find_span(tier, tokens_of(range(50)), namespace="other") is None) == (namespace is None)
-    tier.close()
 
 
 @pytest.mark.parametrize("is_real", [True, False])
@@ -63,7 +63,7 @@ def test_state_of_another_version_is_removed_and_that_is_said(
     tier = open_tier(tmp_path, fingerprint="model mlx 1")
     write(tier, SECRET)
     snap(tier, SECRET)
-    assert tier.flush(10)
+    assert tier.flush(120)
     tier.close()
     again = open_tier(tmp_path, fingerprint="model mlx 2")
     assert stored_names(tmp_path) == set() and not holds_tokens(tmp_path)
@@ -130,21 +130,20 @@ def test_a_wall_clock_that_goes_back_keeps_nothing_from_being_written(tmp_path: 
     wall, elapsed, files = [1e9], [50.0], Full()
     tier = open_tier(tmp_path, files=files, now=lambda: wall[0], elapsed=lambda: elapsed[0])
     write(tier, SECRET)
-    assert tier.flush(10)
+    assert tier.flush(120)
     files.is_full = False
     wall[0] -= 3600
     elapsed[0] += RETRY_SECONDS + 1
     assert write(tier, SECRET) is not None
-    assert tier.flush(10)
+    assert tier.flush(120)
     tier.close()
 
 
-def test_what_another_thread_has_read_can_be_used_when_the_thread_is_gone(tmp_path: Path) -> None:
+def test_what_another_thread_has_read_can_be_used_when_the_thread_is_gone(tier: DiskTier) -> None:
     """Arrays of a thread without streams any more: whatever was left to evaluate could be no longer."""
-    tier = open_tier(tmp_path)
     write(tier, SECRET)
     snap(tier, SECRET)
-    assert tier.flush(10)
+    assert tier.flush(120)
     span, snapshot = find_span(tier, SECRET), find_snapshot(tier, SECRET)
     assert span is not None and snapshot is not None and snapshot.has_recurrent
     store = tier._store
@@ -157,7 +156,6 @@ def test_what_another_thread_has_read_can_be_used_when_the_thread_is_gone(tmp_pa
     assert_rows(rows, SECRET)
     assert_recurrent(state, SECRET)
     assert np.array(mx.concatenate([rows.component(0), rows.component(0)], axis=2)).shape[2] == 2 * len(SECRET)
-    tier.close()
 
 
 def test_threads_of_the_tier_give_their_streams_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +163,7 @@ def test_threads_of_the_tier_give_their_streams_back(tmp_path: Path, monkeypatch
     monkeypatch.setattr(mx, "clear_streams", lambda: cleared.append(threading.current_thread().name), raising=False)
     tier = open_tier(tmp_path)
     write(tier, SECRET)
-    assert tier.flush(10)
+    assert tier.flush(120)
     span = find_span(tier, SECRET)
     assert span is not None
     tier.reader.prefetch(span.parts)

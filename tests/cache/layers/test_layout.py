@@ -10,7 +10,7 @@ import pytest
 from cache.layers import state as arrays
 from cache.layers import state as segments_module
 from cache.layers.layout import GROWTH_TOKENS, Layout
-from cache.layers.state import Segment, arrays_in
+from cache.layers.state import RecurrentState, Segment, arrays_in
 from cache.types import LayerCache
 from tests.support import fake_model
 
@@ -174,35 +174,6 @@ def test_segments_split_and_join_at_every_offset(name: str) -> None:
             )
 
 
-def test_many_segments_join_at_once() -> None:
-    layout, original = Layout([KVCache()]), [KVCache()]
-    evaluate(original, 0, 9)
-    whole, *parts = layout.cut_spans(original, [(0, 9), (0, 3), (3, 4), (4, 9)])
-    joined = parts[0].join(*parts[1:])
-    assert (joined.start, joined.stop) == (0, 9)
-    assert all(mx.array_equal(joined.component(index), whole.component(index)) for index in whole._where)
-    with pytest.raises(ValueError, match="do not meet"):
-        parts[0].join(parts[2], parts[1])
-
-
-def test_only_adjoining_segments_join() -> None:
-    layout, original = Layout([KVCache()]), [KVCache()]
-    evaluate(original, 0, 9)
-    first, last = layout.cut_spans(original, [(0, 3), (4, 9)])
-    with pytest.raises(ValueError, match="do not meet"):
-        first.join(last)
-
-
-@pytest.mark.parametrize("name", ["attention", "concatenating", "quantized"])
-def test_forgotten_rows_are_replaced_by_those_of_the_next_tokens(name: str) -> None:
-    live, expected = CLASSES[name](), CLASSES[name]()
-    evaluate(live, 0, 9)
-    Layout(live).truncate_spans(live, 5)
-    evaluate(live, 5, 2)
-    evaluate(expected, 0, 7)
-    assert all_visible(live) == all_visible(expected)
-
-
 @pytest.mark.parametrize("name", ["attention", "concatenating", "quantized"])
 def test_rows_are_kept_and_added_to(name: str) -> None:
     """A slot that holds the first part keeps it, forgets what follows, and takes the rest from several sources."""
@@ -222,42 +193,19 @@ def test_rows_are_kept_and_added_to(name: str) -> None:
         assert all_visible(live) == all_visible(expected)
 
 
-def test_rows_come_from_another_live_slot() -> None:
-    layout, donor, live = Layout([KVCache()]), [KVCache()], [KVCache()]
-    evaluate(donor, 0, 9)
-    layout.load_spans(live, [layout.live_rows(donor, 0, 6)], keep=0, offset=6, capacity=20)
-    evaluate(live, 6, 3)
-    assert all_visible(live) == all_visible(donor)
-
-
-def test_layers_with_several_windows_are_taken_whole() -> None:
-    layout = Layout(CLASSES["two windows"]())
-    assert layout.window == 0
-    assert layout.has_recurrent
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_nothing_evaluated_is_no_bytes(name: str) -> None:
-    caches = CLASSES[name]()
-    layout = Layout(caches)
-    assert layout.live_bytes(caches) <= 16
+def test_state_of_other_layers_does_not_fit() -> None:
+    caches, others = CLASSES["window"](), CLASSES["attention"]()
+    for layers in (caches, others):
+        evaluate(layers, 0, 5)
+    layout, other = Layout(CLASSES["window"]()), Layout(CLASSES["attention"]())
     layout.calibrate(caches)
-    assert layout.bytes_per_token == 0
-
-
-@pytest.mark.usefixtures("exact_buffers")
-def test_live_bytes_of_what_was_not_evaluated_yet() -> None:
-    caches = [KVCache()]
-    caches[0].update_and_fetch(rows(0, 4), rows(0, 4))
-    assert Layout([KVCache()]).live_bytes(caches) == 2 * 256 * 2 * WIDTH * 4
-
-
-def test_bytes_per_token() -> None:
-    caches = CLASSES["window"]()
-    evaluate(caches, 0, 5)
-    layout = Layout(CLASSES["window"]())
-    layout.calibrate(caches)
-    assert layout.bytes_per_token == 2 * 2 * WIDTH * 4  # the attention layer's
+    rows, foreign = layout.live_rows(caches, 0, 5), other.live_rows(others, 0, 5)
+    assert layout.fits(rows, None, is_snapshot=False) and not layout.fits(foreign, None, is_snapshot=False)
+    narrow = Segment(0, 5, [pack.of_each(lambda array: arrays.owned(array[..., :1])) for pack in rows.packs])
+    assert not layout.fits(narrow, None, is_snapshot=False) and not layout.fits(None, None, is_snapshot=False)
+    window = layout.cut_window(caches, 0, 5)
+    assert layout.fits(window, None, is_snapshot=True)
+    assert not layout.fits(window, RecurrentState([KVCache()]), is_snapshot=True)
 
 
 # -------------------------------------------------------------------------------------------------------- memory
@@ -277,21 +225,6 @@ def test_state_owns_exactly_its_bytes(name: str) -> None:
     assert abs(mx.get_active_memory() - before - known) <= 64
     del state
     assert abs(mx.get_active_memory() - before - sum(part.num_bytes for part in parts)) <= 64
-
-
-@pytest.mark.usefixtures("exact_buffers")
-def test_views_of_larger_buffers_are_not_kept() -> None:
-    layout, caches = Layout([ArraysCache(1), fake_model.Opaque()]), [ArraysCache(1), fake_model.Opaque()]
-    caches[0][0] = mx.zeros((1, 1000, 4))[:, 3:7]
-    caches[1].rows = mx.zeros((1, 1, 1000, 1))[:, :, 5:9]
-    assert layout.take_recurrent(caches).num_bytes == 4 * 4 * 4 + 4 * 4
-
-
-def test_arrays_that_a_class_does_not_call_its_state_are_counted() -> None:
-    cache = fake_model.Opaque()
-    cache.aside = {"scales": [mx.zeros((50,))]}  # type: ignore[attr-defined]
-    state = Layout([cache]).take_recurrent([cache])
-    assert state.num_bytes >= 50 * 4
 
 
 @pytest.mark.parametrize("make", [lambda: ArraysCache(1), fake_model.Opaque])
@@ -403,13 +336,6 @@ def test_resized_buffers_hold_the_same_rows(make: Callable[[], LayerCache]) -> N
         assert layout.capacity(caches) == allocated
         for now, then in zip(_rows_of(layout, caches, 600), before, strict=True):
             assert np.array_equal(np.array(now), then)
-
-
-def test_buffers_without_capacity_are_left_as_they_are() -> None:
-    caches, layout = [ConcatenateKVCache()], Layout([ConcatenateKVCache()])
-    evaluate(caches, 0, 40)
-    layout.resize(caches, 100)
-    assert layout.capacity(caches) is None and caches[0].keys.shape[2] == 40
 
 
 def _rows_of(layout: Layout, caches: list[Any], num_tokens: int) -> list[mx.array]:

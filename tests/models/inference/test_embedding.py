@@ -76,11 +76,6 @@ def test_a_judgement_is_the_model_s_own_together_in_pieces_and_alone(name: str) 
     assert float(long.vector()[0]) == pytest.approx(probability(model, texts[2], judgement), abs=2e-4)
 
 
-def test_logits_are_not_made_of_positions_that_are_not_judged() -> None:
-    model = tiny_models.build("qwen3")
-    assert Embedder(model)._head is not None
-
-
 def test_a_head_that_does_not_make_the_model_s_logits_is_not_used() -> None:
     model = tiny_models.build("llama")
 

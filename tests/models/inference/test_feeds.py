@@ -18,15 +18,16 @@ from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache
 from cache.layers.kinds import CacheKind, kind_of, leaves_of, make_caches, split_at_head
 from cache.layers.state import arrays_in
 from models.adapter import NO_ADAPTER
-from models.inference.feeds import MAX_FEED_TOKENS, measure_step_seconds
+from models.inference.abilities import measure_step_seconds
+from models.inference.feeds import MAX_FEED_TOKENS
 from models.inference.probe import Probe
 from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import ArraysCache, RotatingKVCache
 from models.output.pieces import TokenLogprob
 from server.measure import launch
-from tests.models.adapters.test_decoding import model_with
 from tests.models.inference import test_runner as driver
+from tests.models.inference.test_adapters import model_with
 from tests.models.inference.test_probe import SlowModel
 from tests.models.inference.test_runner import GREEDY, prompt, runner_of
 from tests.support import tiny_models
@@ -166,8 +167,10 @@ def assert_as_plain(row: Drafting, expected: Drafting) -> None:
 @pytest.mark.parametrize("name", driver.ALL_NAMES)
 def test_every_architecture_is_fed_several_tokens(name: str) -> None:
     runner = runner_of(name)
-    assert runner.max_feed_tokens == MAX_FEED_TOKENS
-    assert list(runner.step_seconds) == [1, 2, 4, 8, 16, 32] and min(runner.step_seconds.values()) > 0
+    assert runner.abilities.max_feed_tokens == MAX_FEED_TOKENS
+    assert runner.abilities.feeds is not None
+    seconds = runner.abilities.feeds.step_seconds
+    assert list(seconds) == [1, 2, 4, 8, 16, 32] and min(seconds.values()) > 0
 
 
 @pytest.mark.usual(*tiny_models.USUAL)
@@ -180,15 +183,6 @@ def test_drafts_right_or_wrong_change_no_token_and_no_cache(name: str) -> None:
         row = Drafting(runner_of(name), prompt(WINDOW - 5), params)
         decode([row], Oracle([expected.output], odds), NUM_TOKENS)
         assert_as_plain(row, expected)
-
-
-@pytest.mark.parametrize("odds", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["llama_swa", "qwen3_5"])
-def test_drafts_always_or_never_right_too(name: str, odds: float) -> None:
-    expected = plain(name, WINDOW - 5, SEEDED)
-    row = Drafting(runner_of(name), prompt(WINDOW - 5), SEEDED)
-    decode([row], Oracle([expected.output], odds), NUM_TOKENS)
-    assert_as_plain(row, expected)
 
 
 # ------------------------------------------------------------------------------------------------- layer caches
@@ -284,7 +278,7 @@ def test_rows_on_a_head_draft_behind_it() -> None:
 def test_each_row_drafts_with_its_adapter(mixes: bool, name: str, tmp_path: Path) -> None:
     model, adapters = model_with(name, tmp_path)
     runner = Runner(model, vocab_size=VOCAB, adapters=adapters, max_probe_seconds=float("inf"))
-    runner.mixes = mixes
+    runner.abilities.mixes = mixes
     expected = [Drafting(runner, prompt(20), GREEDY, adapter=adapter).plain(NUM_TOKENS) for adapter in range(3)]
     assert len({tuple(one.output) for one in expected}) == 3
     rows = [Drafting(runner, prompt(20), GREEDY, adapter=adapter) for adapter in range(3)]
@@ -361,8 +355,8 @@ def test_a_fault_in_taking_tokens_back_is_found_by_the_probe_and_told(
     if name != "llama":
         return
     runner = Runner(tiny_models.build(name), vocab_size=VOCAB, max_probe_seconds=float("inf"))
-    assert (runner.max_feed_tokens, runner.step_seconds) == (1, {})
-    assert "none, because several at once differ" in runner.drafts_form
+    assert runner.abilities.feeds is None
+    assert "none, because several at once differ" in runner.abilities.drafts_form
 
 
 @pytest.mark.parametrize(("name", "cache", "part", "fault"), PLANTED)

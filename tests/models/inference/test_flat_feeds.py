@@ -35,7 +35,6 @@ from tests.models.inference.test_feeds import (
     plain,
     step,
 )
-from tests.models.inference.test_probe import SlowModel
 from tests.models.inference.test_runner import GREEDY
 from tests.support import tiny_models
 from tests.support.tiny_models import VOCAB, WINDOW
@@ -222,59 +221,12 @@ def test_feeds_in_long_histories_of_rows_that_come_and_go_change_no_token(name: 
     feeding.check()
 
 
-@pytest.mark.parametrize("choose", [None, IN_GROUPS])
-@pytest.mark.parametrize("on_head", [False, True])
-@pytest.mark.parametrize("widths", [(4, 4, 4), (1, 9, 1), (2, 1, 3)])
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_5"])
-def test_feeds_of_one_length_and_of_several_in_each_form(
-    name: str, widths: tuple[int, ...], on_head: bool, choose: Any
-) -> None:
-    """Rows of one batch at a time, so that one group stands in the model by itself in other steps."""
-    feeding = Feeding(name, choose)
-    for length in (WINDOW - 2, 20, WINDOW + 3):
-        feeding.join(length, on_head=on_head)
-    for _ in range(3):
-        feeding.step(*widths)
-        feeding.plain_step()
-    feeding.check()
-
-
-@pytest.mark.parametrize("name", ["llama_swa", "qwen3_5"])
-def test_a_row_on_its_head_feeds_alone(name: str) -> None:
-    feeding = Feeding(name)
-    feeding.join(3, on_head=True)
-    for width in (5, 1, 9):
-        feeding.step(width)
-    feeding.check()
-
-
-@pytest.mark.parametrize("bits", [(8, 8), (8, None)], ids=str)
-def test_quantized_keys_and_values_too(bits: tuple[int | None, ...]) -> None:
-    feeding = Feeding("llama_wide_heads", IN_GROUPS)
-    for length, one in zip((40, 9), bits, strict=True):
-        feeding.join(length, bits=one)
-    for _ in range(6):
-        feeding.step()
-
-
 def test_latent_attention_refuses() -> None:
     feeding = Feeding("deepseek_v3")
     for length in (5, 9):
         feeding.join(length)
     with pytest.raises(NotRagged, match="latent"):
         feeding.step(2, 1)
-
-
-def test_recurrent_layers_are_told_of_padding_only_where_there_is_some() -> None:
-    feeding = Feeding("qwen3_5")
-    for length in (5, 9):
-        feeding.join(length)
-    for widths in ((3, 3), (4, 2)):
-        feeding.feed_again()
-        layers = feeding.batch.arrange(feeding.rows, float("inf"), widths)
-        lengths = [layer.lengths for layer in leaves_of(layers) if isinstance(layer, ArraysCache)]
-        assert all((one is None) == (widths == (3, 3)) for one in lengths) and len(lengths) == 2
-        feeding.batch.settle(dict(zip(feeding.batch.rows, widths, strict=True)))
 
 
 def test_masks_and_indices_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,16 +284,6 @@ def test_rings_have_slack_only_where_rows_may_feed_several_tokens() -> None:
     assert places[0][0] == WINDOW
     assert [more - few for few, more in zip(*places, strict=True)] == [MAX_FEED - 1, 0, MAX_FEED - 1]
     assert own_bytes[0] == own_bytes[1]
-
-
-def test_without_spare_memory_rows_share_no_rings_with_slack() -> None:
-    for max_feed_tokens, spare_bytes, num_groups in ((1, 0, 1), (MAX_FEED, 0, 0), (MAX_FEED, 1e6, 1)):
-        feeding = Feeding("gpt_oss", IN_GROUPS)
-        feeding.batch.max_feed_tokens = max_feed_tokens
-        for length in (2 * WINDOW, 2 * WINDOW + 1):
-            feeding.join(length)
-        feeding.batch.arrange(feeding.rows, spare_bytes)
-        assert len(feeding.batch._groups) == num_groups
 
 
 # ------------------------------------------------------------------------------------------------ planted faults
@@ -425,18 +367,6 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("model", "owner", "name", "fault"), PLANTED)
-def test_a_fault_in_feeds_changes_tokens_or_state(
-    model: str, owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, fault)
-    feeding = Feeding(model, IN_GROUPS)
-    for length, on_head in ((2 * WINDOW, False), (WINDOW, False), (5, True)):
-        feeding.join(length, on_head=on_head)
-    with pytest.raises((AssertionError, ValueError)):
-        feeding.run(8)
-
-
-@pytest.mark.parametrize(("model", "owner", "name", "fault"), PLANTED)
 def test_a_fault_in_feeds_is_found_by_the_probe(
     model: str, owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,8 +382,12 @@ def test_rows_that_cannot_feed_together_take_turns(monkeypatch: pytest.MonkeyPat
     expected = [plain("llama_swa", length, GREEDY) for length in (50, 60)]
     monkeypatch.setattr(ragged, "_offset_array", _all_at_the_first)
     runner = Runner(tiny_models.build("llama_swa"), vocab_size=VOCAB, max_probe_seconds=float("inf"))
-    assert runner.form is Form.HEADS and runner.max_feed_tokens > 1 and not runner.feeds_together
-    runner.costs = Costs(1e6)
+    assert (
+        runner.abilities.form is Form.HEADS
+        and runner.abilities.max_feed_tokens > 1
+        and not runner.abilities.feeds_together
+    )
+    runner.abilities.costs = Costs(1e6)
     rows = [Drafting(runner, driver.prompt(length), GREEDY) for length in (50, 60)]
     decode(rows, Oracle([one.output for one in expected], 0.7), 12)
     assert all(row.output[:12] == wanted.output[:12] for row, wanted in zip(rows, expected, strict=True))
@@ -465,27 +399,7 @@ def test_rows_that_cannot_feed_together_take_turns(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usual(*tiny_models.USUAL)
 @pytest.mark.parametrize("name", driver.ALL_NAMES)
 def test_rows_of_most_architectures_feed_several_tokens_in_one_call(name: str) -> None:
-    assert driver.runner_of(name).feeds_together == (name not in APART)
-
-
-def test_rows_with_recurrent_state_are_evaluated_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, shapes = driver.runner_of("qwen3_5"), list[tuple[int, ...]]()
-    rows = [Drafting(runner, driver.prompt(length), GREEDY) for length in (9, 50)]
-    model = runner._model
-
-    def spy(tokens: mx.array, cache: Any) -> mx.array:
-        shapes.append(tokens.shape)
-        return cast(mx.array, model(tokens, cache))
-
-    monkeypatch.setattr(runner, "_model", spy)
-    step(rows, [[1, 2, 3], []])
-    assert shapes == [(2, 4)]
-
-
-def test_a_slow_machine_lets_rows_take_turns_and_says_why() -> None:
-    slow = SlowModel(0.3)
-    fault = Probe(slow, VOCAB, clock=lambda: slow.now, max_seconds=10).find_flat_fault(Form.ROWS)
-    assert "could not be tested" in str(fault) and slow.now <= 10
+    assert driver.runner_of(name).abilities.feeds_together == (name not in APART)
 
 
 @pytest.mark.usual("gpt_oss-greedy", "llama_swa-greedy", "qwen3_5-seeded")
@@ -496,7 +410,7 @@ def test_two_to_eight_rows_with_drafts_that_come_and_go_say_what_each_says_alone
 ) -> None:
     """Some on one head, in groups by other costs, detached and back; feeds of one token to six."""
     runner, rng = driver.runner_of(name), np.random.default_rng(3)
-    assert runner.feeds_together
+    assert runner.abilities.feeds_together
     runner.separate_all()
     head, away = runner.make_caches(), list[Drafting]()
 
@@ -521,7 +435,7 @@ def test_two_to_eight_rows_with_drafts_that_come_and_go_say_what_each_says_alone
             live.append(away.pop())
         elif change == 5:
             runner.separate_all()
-            runner.costs = Costs(float(rng.choice([0, 20, 1e6])))
+            runner.abilities.costs = Costs(float(rng.choice([0, 20, 1e6])))
         oracle = Oracle([plain(name, len(row.given), params).output for row in live], 0.8, seed=int(rng.integers(99)))
         step(live, [oracle(index, len(row.output)) for index, row in enumerate(live)])
         live = [row for row in live if len(row.output) < NUM_TOKENS] or [joined(9), joined(60)]
@@ -532,10 +446,11 @@ def test_two_to_eight_rows_with_drafts_that_come_and_go_say_what_each_says_alone
         assert_as_plain(row, expected)
 
 
-def test_a_failing_step_with_drafts_harms_no_row_outside_of_it() -> None:
-    model, lengths = driver.FlakyModel("llama"), (9, 50, 60)
-    runner = Runner(model, vocab_size=VOCAB, max_probe_seconds=float("inf"))
-    runner.costs = Costs(1e6)
+def test_a_failing_step_with_drafts_harms_no_row_outside_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, lengths = driver.runner_of("llama"), (9, 50, 60)
+    runner.separate_all()
+    monkeypatch.setattr(runner.abilities, "costs", Costs(1e6))
+    model = driver.FlakyModel(runner, monkeypatch)
     rows = [Drafting(runner, driver.prompt(length), GREEDY) for length in lengths]
     step(rows, [[1, 2], [], [3]])
     model.fails = True

@@ -57,13 +57,6 @@ def test_a_mask_holds_the_tokens_that_may_follow_and_the_end_only_where_it_may()
     assert allowed(complete.mask()) == [end]
 
 
-def test_tokens_without_a_place_in_text_are_never_allowed() -> None:
-    words = after(Grammar(GrammarKind.REGEX, r"(?s:.*)"), []).mask()
-    special = [tiny_models.tokenizer().convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_start|>")]
-    assert not {*special} & {*allowed(words)}
-    assert {*ids("a"), *ids("\n")} <= {*allowed(words)}
-
-
 @pytest.mark.parametrize(
     ("grammar", "right", "wrong"),
     [
@@ -82,12 +75,6 @@ def test_each_language_allows_what_it_says(grammar: Grammar, right: list[str], w
         matcher = after(grammar, ids(text))
         with contextlib.suppress(GrammarFailed):
             assert tiny_models.tokenizer().eos_token_id not in allowed(matcher.mask()), text
-
-
-def test_json_has_no_white_space_to_go_on_with() -> None:
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "required": ["a"], "properties": {"a": {}}}')
-    assert texts(after(grammar, ids("{")).mask()) == {'"'}
-    assert not any(text.startswith("  ") for text in texts(after(grammar, ids('{"a": ')).mask()))
 
 
 def test_a_strict_schema_holds_no_keyword_that_binds_nothing() -> None:
@@ -119,23 +106,6 @@ def test_what_cannot_be_followed_is_refused_in_words(kind: GrammarKind, text: st
     with pytest.raises(InvalidGrammar) as error:
         compiler().compile(Grammar(kind, text))
     assert 0 < len(str(error.value)) < 500
-
-
-def test_a_token_that_is_not_allowed_ends_the_matching() -> None:
-    matcher = after(Grammar(GrammarKind.REGEX, "a"), ids("b"))
-    assert not matcher.is_complete
-    with pytest.raises(GrammarFailed):
-        matcher.mask()
-
-
-def test_outputs_of_one_grammar_do_not_disturb_each_other() -> None:
-    compiled = compiler().compile(Grammar(GrammarKind.REGEX, "ab"))
-    first, second = compiled.begin(), compiled.begin()
-    first.accept(ids("a")[0])
-    assert texts(first.mask()) == {"b"}
-    assert "a" in texts(second.mask())
-    first.accept_text("b")
-    assert first.is_complete
 
 
 def test_the_latest_grammars_are_kept() -> None:
@@ -245,13 +215,6 @@ def test_a_marker_that_is_a_token_is_named_by_its_number() -> None:
     number = tiny_models.tokenizer().convert_tokens_to_ids("<tool_call>")
     assert compiler().spell("<tool_call>") == f"<[{number}]>"
     assert compiler().spell("<call>") == '"<call>"'
-
-
-def test_a_failure_of_the_library_is_told_without_its_own_functions() -> None:
-    schema = {"type": "string", "maxLength": "😀" * 60}
-    with pytest.raises(InvalidGrammar) as error:
-        compiler().compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False)))
-    assert "backtrace" not in str(error.value) and "unknown" not in str(error.value)
 
 
 def test_a_copy_looks_ahead_and_changes_nothing() -> None:

@@ -9,12 +9,10 @@ import pytest
 
 from cache.layers.kinds import HeadedKVCache, head_length, leaves_of, split_at_head
 from models.inference import ragged
-from models.inference.batch import DecodeBatch
 from models.inference.grouping import Costs
 from models.inference.groups import GroupLayer
 from models.inference.probe import Form, Probe
 from models.inference.ragged import Parts
-from models.inference.row import DecodeRow
 from models.inference.runner import Runner
 from models.mlx_lm_import import KVCache
 from tests.models.inference import test_runner as driver
@@ -108,31 +106,12 @@ def test_long_histories_with_heads_that_come_and_go_change_no_token(name: str) -
         elif change == 5:
             decoding.runner.separate_all()
         elif change == 6:
-            decoding.runner.costs = Costs(float(rng.choice([0, 20, 1e6])))
+            decoding.runner.abilities.costs = Costs(float(rng.choice([0, 20, 1e6])))
         elif change == 7:
             rng.shuffle(cast(Any, decoding.live))
         decoding.step(int(rng.integers(1, 9)))
     assert any(head_length(leaves_of(row.row.caches)) for row in decoding.live)
     decoding.check(name)
-
-
-def test_a_row_alone_on_its_head_decodes_from_both_parts() -> None:
-    decoding = HeadedDecoding(grouped("gpt_oss"))
-    decoding.put_on_head(decoding.join_with(HEADS[1], 5))
-    decoding.step(20)
-    decoding.check("gpt_oss")
-
-
-def test_rows_are_in_the_order_in_which_their_heads_appear_wherever_these_lie_in_memory() -> None:
-    ends = sorted(([KVCache()] for _ in range(2)), key=lambda head: id(head[0]))
-    for first, second in (ends, reversed(ends)):
-        rows = [DecodeRow(filled(40)) for _ in range(5)]
-        for row, head in zip(rows, (None, first, second, None, first), strict=True):
-            if head is not None:
-                split_at_head(row.caches, head, 30)
-        batch = DecodeBatch(None)
-        batch.arrange(rows, 0.0)
-        assert [rows.index(row) for row in batch.rows] == [0, 3, 1, 4, 2]
 
 
 def filled(num_tokens: int) -> list[Any]:
@@ -156,7 +135,7 @@ def test_rows_on_one_head_attend_to_it_once_and_hold_it_once(monkeypatch: pytest
     over_head, num_layers = ragged._over_head, len(decoding.runner.make_caches())
     monkeypatch.setattr(ragged, "_over_head", counting)
     for member_tokens in (40.0, 0.0):
-        decoding.runner.costs = Costs(member_tokens)
+        decoding.runner.abilities.costs = Costs(member_tokens)
         decoding.step(3)
         assert bool(groups_of(decoding.runner)) == bool(member_tokens)
         decoding.runner.separate_all()

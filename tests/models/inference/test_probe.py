@@ -23,9 +23,6 @@ from cache.layers.kinds import make_caches
 from models.inference import probe
 from models.inference.probe import Form, Probe
 from models.inference.ragged import Parts, RaggedLayer
-from models.inference.row import DecodeRow
-from models.inference.runner import Runner
-from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import CacheList, RotatingKVCache
 from tests.support import tiny_models
 from tests.support.tiny_models import VOCAB, WINDOW, Precision
@@ -39,12 +36,6 @@ ROUNDED = ("llama", "gemma3", "qwen3_next", "falcon_h1")
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "4bit")
 MIXTURES = {"qwen3_next", "gpt_oss", "deepseek_v3"}
 """Mixtures of experts, which MLX's CPU backend evaluates in float32 or quantized only."""
-
-
-def test_the_form_is_told_with_the_reason_why_it_is_no_better_one() -> None:
-    assert probe.told(Form.GROUPS, None) == "together, in groups"
-    assert probe.told(Form.ROWS, "it takes 40 s") == "together, not in groups, because it takes 40 s"
-    assert probe.told(Form.ALONE, "it takes 40 s") == "one by one, because it takes 40 s"
 
 
 def is_ragged(model: Any, seed: int = 0) -> bool:
@@ -247,18 +238,6 @@ def test_a_planted_fault_is_found(fault: type[FaultyLayer], name: str, precision
     assert not is_ragged(FaultyModel(build(name, precision), fault))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_rows_of_logits_in_the_wrong_order_are_found(precision: Precision) -> None:
-    model = build("llama", precision)
-
-    def swapped(tokens: mx.array, cache: list[Any]) -> mx.array:
-        logits: mx.array = model(tokens, cache=cache)
-        return logits[::-1] if len(tokens) > 1 and mx.any(cache[0].offset > 64).item() else logits
-
-    swapped.make_cache = lambda: make_caches(model)  # type: ignore[attr-defined]
-    assert not is_ragged(swapped)
-
-
 class OffsetOffByOneBeyondIndexer(FaultyLayer):
     @property
     def offset(self) -> mx.array:
@@ -270,10 +249,6 @@ class OffsetOffByOneBeyondIndexer(FaultyLayer):
 )
 def test_what_changes_beyond_a_size_of_the_configuration_is_found(sizes: dict[str, int]) -> None:
     assert not is_ragged(FaultyModel(build("llama", "float32"), OffsetOffByOneBeyondIndexer, **sizes))
-
-
-def test_what_changes_beyond_a_size_is_not_found_without_it() -> None:
-    assert is_ragged(FaultyModel(build("llama", "float32"), OffsetOffByOneBeyondIndexer))
 
 
 def test_what_changes_beyond_a_window_that_the_model_only_asks_masks_for_is_found() -> None:
@@ -388,14 +363,6 @@ def test_rows_too_large_to_make_up_are_not_proven(
     assert "could not be tested" in caplog.text
 
 
-def test_only_rows_that_are_made_up_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama", "float32")
-    caches = make_caches(model)
-    model(mx.array([[0]]), cache=caches)
-    monkeypatch.setattr(probe, "MAX_STATE_BYTES", (7 + 254 + 325) * DecodeRow(caches).bytes_per_token)
-    assert is_ragged(model)
-
-
 def test_a_class_without_ragged_form_costs_no_evaluation() -> None:
     calls = list[int]()
     model = build("llama4", "float32")
@@ -408,30 +375,3 @@ def test_a_class_without_ragged_form_costs_no_evaluation() -> None:
     counting.make_cache = lambda: make_caches(model)  # type: ignore[attr-defined]
     assert not is_ragged(counting)
     assert not calls
-
-
-# ------------------------------------------------------------------------------------------------- fallback
-
-
-@pytest.mark.parametrize("fault", [OffsetOffByOne, RowsSwappedBeyond64, MaskOffByOne])
-def test_a_faulty_model_says_row_by_row_what_each_row_says_alone(fault: type[FaultyLayer]) -> None:
-    model = FaultyModel(build("llama_swa", "float32"), fault)
-    runner = Runner(model, vocab_size=VOCAB, max_probe_seconds=float("inf"))
-
-    def outputs(prompts: Sequence[list[int]]) -> list[list[int]]:
-        rows = []
-        for tokens in prompts:
-            caches = runner.make_caches()
-            runner.prefill(caches, np.array(tokens[:-1], np.int32))
-            rows.append(runner.make_row(caches, SamplingParams(temperature=0), tokens[-1]))
-        step, found = None, list[list[int]]()
-        for _ in range(12):
-            step = runner.prepare(rows, step)
-            runner.start(step)
-            found.append([token for (token,) in step.tokens()])
-        return [list(tokens) for tokens in zip(*found, strict=True)]
-
-    rng = np.random.default_rng(3)
-    prompts: list[list[int]] = [rng.integers(0, VOCAB, length).tolist() for length in (5, WINDOW, 70, 90)]
-    assert runner.form is Form.ALONE
-    assert outputs(prompts) == [output for prompt in prompts for output in outputs([prompt])]

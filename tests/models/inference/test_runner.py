@@ -118,7 +118,7 @@ def assert_like_alone(name: str, *sequences: Sequence) -> None:
 @pytest.mark.parametrize("name", ALL_NAMES)
 def test_the_probe_finds_which_models_decode_ragged(name: str) -> None:
     expected = Form.ALONE if name in ROW_BY_ROW else Form.ROWS if name in WITHOUT_GROUPS else Form.HEADS
-    assert runner_of(name).form is expected
+    assert runner_of(name).abilities.form is expected
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)
@@ -239,14 +239,12 @@ def test_a_growing_buffer_is_updated_in_place() -> None:
 
 
 class FlakyModel:
-    """A model that raises in the middle of its layers when told to, after some caches have grown."""
+    """In place of a runner's model: raises when told to, after some caches have grown."""
 
-    def __init__(self, name: str) -> None:
-        self._model: Any = tiny_models.build(name)
+    def __init__(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._model: Any = runner._model
         self.fails = False
-
-    def make_cache(self) -> list[Any]:
-        return make_caches(self._model)
+        monkeypatch.setattr(runner, "_model", self)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         logits: mx.array = self._model(tokens, cache=cache)
@@ -256,10 +254,9 @@ class FlakyModel:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
-def test_a_failing_launch_harms_no_row_outside_of_it(name: str) -> None:
-    model = FlakyModel(name)
-    decoding = Decoding(Runner(model, vocab_size=VOCAB, max_probe_seconds=float("inf")))
-    assert decoding.runner.form is Form.HEADS
+def test_a_failing_launch_harms_no_row_outside_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(runner_of(name))
+    model = FlakyModel(decoding.runner, monkeypatch)
     bystander, victims = decoding.join(9), [decoding.join(20), decoding.join(30)]
     decoding.step(4)
     decoding.read()
@@ -293,9 +290,9 @@ def test_a_detached_row_may_go_on_from_another_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["detached", "failed"])
-def test_the_runner_lets_go_of_rows_that_are_over(ending: str) -> None:
-    model = FlakyModel("qwen3_5")
-    decoding = Decoding(Runner(model, vocab_size=VOCAB, max_probe_seconds=float("inf")))
+def test_the_runner_lets_go_of_rows_that_are_over(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(runner_of("qwen3_5"))
+    model = FlakyModel(decoding.runner, monkeypatch)
     rows = [decoding.join(5), decoding.join(6)]
     held = weakref.ref(rows[0].row)
     decoding.step(3)

@@ -1,8 +1,9 @@
 """Calls in every format are read whole or not at all, and alike wherever a stream cuts their text."""
 
 import importlib
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -37,9 +38,11 @@ from models.output.call_formats import (
     Literal,
     Tags,
 )
-from models.output.call_reader import CallReader
+from models.output.call_reader import CallReader, DeclaredTools, HarmonyReader
 from models.output.pieces import (
     OutputParser,
+    Piece,
+    Reasoning,
     ReasoningFormat,
     ReasoningParser,
     Text,
@@ -48,7 +51,6 @@ from models.output.pieces import (
     ToolCallEnded,
     ToolCallStarted,
 )
-from tests.support.call_reading import cuts_of, every_cut, meaning, parser_of, pieces_of
 from tests.support.call_writer import Calls, written
 
 STRING, INTEGER, OBJECT, ARRAY = ({"type": kind} for kind in ("string", "integer", "object", "array"))
@@ -184,10 +186,7 @@ REPAIRS: dict[str, tuple[Callable[[CallFormat], bool], Callable[[CallFormat, str
     ),
     "name space": (lambda one: True, lambda one, text: replaced(text, "get_weather", "ns:get_weather")),
     "module": (lambda one: True, lambda one, text: replaced(text, "get_weather", "default_api.get_weather")),
-    "function for name": (
-        lambda one: one.is_envelope,
-        lambda one, text: replaced(text, '{"name"', '{"function"'),
-    ),
+    "function for name": (lambda one: one.is_envelope, lambda one, text: replaced(text, '{"name"', '{"function"')),
     "parameters": (lambda one: one is HERMES, lambda one, text: replaced(text, "arguments", "parameters")),
     "arguments for parameters": (
         lambda one: one is LLAMA,
@@ -555,42 +554,6 @@ def test_a_text_whose_end_tag_is_doubled_may_hold_one_and_is_no_call(
     assert not any(part[0] == "get_weather" for part in found)
 
 
-def test_an_argument_that_a_closed_schema_has_not_is_of_the_text_before() -> None:
-    text = written(CODER, [("get_weather", {"city": "Paris", "unit": "c"})])
-    assert meaning(pieces_of(parser_of(CODER, TOOLS), [text])) == [("get_weather", {"city": "Paris", "unit": "c"})]
-    assert meaning(pieces_of(parser_of(CODER, CLOSED), [text]))[0] == ("cut", "get_weather", '{"city": "Paris')
-
-
-def test_an_answer_cut_off_behind_what_may_be_a_calls_end_makes_no_call() -> None:
-    for text in (f"{written(CODER, [ROME])} or so", f"{written(CODER, [ROME])}\n\nand"):
-        assert read(CODER, text)[0] == ROME
-        assert read(CODER, text, is_complete=False)[0][:2] == ("cut", "get_weather")
-
-
-def test_a_tool_may_have_arguments_of_the_names_that_calls_have() -> None:
-    tools = tools_of({"run": {"name": STRING, "arguments": OBJECT}})
-    calls = [("run", {"name": "run", "arguments": {"a": 1}})]
-    for call_format in (HARMONY, MISTRAL, KIMI_K2):
-        assert meaning(pieces_of(parser_of(call_format, tools), [written(call_format, calls)])) == calls
-
-
-def test_what_stands_around_a_call_in_a_block_of_code_is_not_lost() -> None:
-    assert read(HERMES, f"{CALL}\nAgain:\n```\n{CALL}\n```\n") == [ZURICH, "\nAgain:\n```", ZURICH, "\n```\n"]
-
-
-def test_a_call_that_breaks_stays_in_part_and_what_follows_is_text() -> None:
-    for broken, part, rest in (
-        ('{"name": "read", "arguments": {"path": "a", oops}}', '{"path": "a', " oops}}</tool_call> so"),
-        ('{"name": "read", "arguments": {"path": "a"}}}}', '{"path": "a', "</tool_call> so"),
-    ):
-        found = read(HERMES, f"<tool_call>{broken}</tool_call> so")
-        assert found[0] == ("cut", "read", part)
-        assert "".join(found[1:]).endswith(rest)
-    parser = parser_of(HERMES, TOOLS)
-    begun = ' <tool_call>{"name": "read", "arguments": {"path": "a'
-    assert [*parser.feed(f"Hm.{begun}"), *parser.finish(is_complete=False)][-1] == ToolCallCut(begun)
-
-
 MARKERS: Final = sorted(
     {
         part
@@ -716,3 +679,86 @@ def test_mlx_lms_parser_reads_a_plain_call_alike(name: str) -> None:
         parsed = parse(inner, TOOLS)
         one = parsed[0] if isinstance(parsed, list) else parsed
         assert [(one["name"], one["arguments"])] == read(call_format, text) == [call]
+
+
+def parser_of(call_format: CallFormat, tools: DeclaredTools) -> OutputParser:
+    """The parser of an answer without reasoning, or in channels."""
+    return HarmonyReader(tools) if call_format is HARMONY else CallReader(call_format, tools)
+
+
+def pieces_of(parser: OutputParser, texts: Sequence[str], *, is_complete: bool = True) -> list[Piece]:
+    """All pieces, those of one kind that follow each other joined, without ids; fails for an impossible order.
+
+    It fails as well if the arguments of a call are complete before its end.
+    """
+    fed = [piece for text in texts for piece in parser.feed(text)]
+    fed += parser.finish(is_complete=is_complete)
+    pieces, call = list[Piece](), None
+    for piece in fed:
+        match piece:
+            case ToolCallStarted(call_id, name):
+                assert call is None and call_id and name
+                call, piece = "", ToolCallStarted("", name)
+            case ToolArguments(text):
+                assert call is not None and text
+                call += text
+            case ToolCallEnded():
+                assert call is not None and isinstance(json.loads(call), dict)
+                assert is_open(call[:-1])
+                call = None
+            case ToolCallCut(text):
+                assert call and text and is_open(call)
+                call = None
+            case Text(text) | Reasoning(text):
+                assert text and call is None
+        last = pieces[-1] if pieces else None
+        if isinstance(piece, Text | Reasoning | ToolArguments) and type(last) is type(piece):
+            pieces[-1] = type(piece)(last.text + piece.text)
+        else:
+            pieces.append(piece)
+    assert call is None
+    assert parser.made_calls == any(isinstance(piece, ToolCallEnded) for piece in pieces)
+    assert parser.is_cut == any(isinstance(piece, ToolCallCut) for piece in pieces)
+    return pieces
+
+
+def is_open(arguments: str) -> bool:
+    """Whether arguments are no whole JSON text."""
+    try:
+        json.loads(arguments)
+    except ValueError:
+        return True
+    return False
+
+
+def meaning(pieces: Sequence[Piece]) -> list[Any]:
+    """Texts, `("thought", text)`, calls as `(name, arguments)`, and cut ones as `("cut", name, arguments)`."""
+    parts: list[Any] = []
+    for piece in pieces:
+        match piece:
+            case Text(text):
+                parts.append(text)
+            case Reasoning(text):
+                parts.append(("thought", text))
+            case ToolCallStarted(_, name):
+                parts.append((name, ""))
+            case ToolArguments(text):
+                parts[-1] = (parts[-1][0], parts[-1][1] + text)
+            case ToolCallEnded():
+                parts[-1] = (parts[-1][0], json.loads(parts[-1][1]))
+            case ToolCallCut():
+                parts[-1] = ("cut", *parts[-1])
+    return parts
+
+
+def cuts_of(text: str, places: Sequence[int]) -> list[str]:
+    """`text` cut at places, those outside of it ignored."""
+    edges = sorted({0, len(text), *(place for place in places if 0 < place < len(text))})
+    return [text[start:stop] for start, stop in itertools.pairwise(edges)]
+
+
+def every_cut(text: str) -> Iterator[list[str]]:
+    """The text letter by letter, and cut in two at each place."""
+    yield list(text)
+    for place in range(1, len(text)):
+        yield [text[:place], text[place:]]

@@ -1,6 +1,5 @@
 """A rendered prompt equals the tokenizer's own, and its restore points hold for every other continuation."""
 
-import importlib
 import json
 from typing import Any
 
@@ -9,12 +8,15 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cache.layers import guard_mlx_lm
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
+from models.output.pieces import ReasoningFormat
 from models.prompt import chat_template, tokenize
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError, RenderedPrompt
+from models.prompt.shapes import with_constant_header, with_constant_headers
 from models.prompt.tokenize import Abandoned, abandoned_when
+from models.prompt.tool_definitions import ToolDefinitions
+from tests.models.prompt.test_template_shapes import renderer_of
 from tests.support import tiny_models
 
 CHATML = """\
@@ -133,14 +135,6 @@ def test_another_conversation_shares_the_end_of_tools_and_system(tokenizer: Any,
     assert point > len(renderer.render([SYSTEM], tools).tokens) - HEADER_TOKENS
 
 
-def test_another_conversation_can_also_part_after_the_header_of_its_first_message(tokenizer: Any) -> None:
-    renderer = ChatRenderer(tokenizer)
-    first, second = (renderer.render([SYSTEM, user(text)]) for text in ("What is the weather?", "Hello"))
-    point = offset(first, RestorePointKind.BRANCH)
-    assert point == offset(second, RestorePointKind.BRANCH) == shared_tokens(first, second)
-    assert point > offset(first, RestorePointKind.SYSTEM_END)
-
-
 @pytest.mark.parametrize("text", ["Hello", "\n\nHello", "a", " there", ""])
 def test_an_edited_last_message_shares_what_stands_before_it(tokenizer: Any, text: str) -> None:
     renderer = ChatRenderer(tokenizer)
@@ -160,17 +154,6 @@ def test_the_next_turn_shares_the_prompt_but_for_the_generation_header(tokenizer
     assert RestorePoint(end, RestorePointKind.PROMPT_END) in first.restore_points
 
 
-def test_the_next_turn_shares_the_header_of_an_answer_whose_thought_it_drops() -> None:
-    fast = make_tokenizer()
-    fast.add_tokens([AddedToken("<think>", special=False, normalized=False)])
-    renderer = ChatRenderer(fast)
-    first = renderer.render([user("Hello")], template_kwargs={"enable_thinking": False})
-    turn = renderer.render([user("Hello"), assistant("there"), user("What")])
-    assert offset(first, RestorePointKind.PROMPT_END) == shared_tokens(first, turn)
-    plain = renderer.render([user("Hello")])
-    assert offset(plain, RestorePointKind.PROMPT_END) < len(plain.tokens) - 1
-
-
 def test_a_run_of_user_messages_can_be_parted_at_its_start_and_before_its_last(tokenizer: Any) -> None:
     renderer = ChatRenderer(tokenizer)
     history = [user("Hello"), assistant("there")]
@@ -179,10 +162,6 @@ def test_a_run_of_user_messages_can_be_parted_at_its_start_and_before_its_last(t
     points = [p.offset for p in first.restore_points if p.kind is RestorePointKind.USER_START]
     assert len(points) == 2
     assert shared_tokens(first, second) - HEADER_TOKENS < points[0] <= shared_tokens(first, second) < points[1]
-
-
-def test_without_system_and_tools_there_is_no_system_end(tokenizer: Any) -> None:
-    assert RestorePointKind.SYSTEM_END not in kinds(ChatRenderer(tokenizer).render([user("Hello")]))
 
 
 @pytest.mark.parametrize("where", ["message", "first part", "last part"])
@@ -206,13 +185,6 @@ def test_a_mark_for_the_cache_is_not_shown_to_the_model(tokenizer: Any) -> None:
     )
 
 
-def test_the_template_reads_the_arguments_of_the_request(tokenizer: Any) -> None:
-    renderer = ChatRenderer(tokenizer)
-    plain = renderer.render([user("Hello")])
-    quick = renderer.render([user("Hello")], template_kwargs={"enable_thinking": False})
-    assert len(quick.tokens) > len(plain.tokens)
-
-
 def test_a_template_that_refuses_says_why_in_its_own_words(tokenizer: Any) -> None:
     with pytest.raises(ChatTemplateError, match="no such role"):
         ChatRenderer(tokenizer).render([{"role": "wizard", "content": "x"}])
@@ -223,31 +195,10 @@ def test_a_model_without_a_template_takes_no_conversation() -> None:
         ChatRenderer(make_tokenizer(None)).render([user("Hello")])
 
 
-def test_a_template_that_refuses_the_changed_conversation_costs_only_the_point() -> None:
-    renderer = ChatRenderer(make_tokenizer(PLAIN))
-    with pytest.raises(ChatTemplateError, match="alternate"):
-        renderer.render([assistant("there"), user("Hello")])
-    prompt = renderer.render([user("Hello"), assistant("there"), user("What")])
-    assert kinds(prompt) == {RestorePointKind.USER_START, RestorePointKind.PROMPT_END}
-
-
-def test_a_template_without_added_tokens_still_has_points_that_hold() -> None:
-    renderer = ChatRenderer(make_tokenizer(PLAIN))
-    history = [user("Hello " * 30), assistant("there")]
-    first, second = renderer.render([*history, user("What")]), renderer.render([*history, user("\n\nYou")])
-    assert 0 < offset(first, RestorePointKind.USER_START) <= shared_tokens(first, second)
-
-
 def test_reading_tools_is_a_property_of_the_template() -> None:
     assert ChatRenderer(make_tokenizer()).reads_tools
     assert not ChatRenderer(make_tokenizer(PLAIN)).reads_tools
     assert not ChatRenderer(make_tokenizer(None)).reads_tools
-
-
-def test_a_file_that_asks_for_truncation_does_not_cut_prompts() -> None:
-    fast = make_tokenizer()
-    fast.backend_tokenizer.enable_truncation(4)
-    assert len(ChatRenderer(fast).encode("Hello there " * 9).tokens) > 4
 
 
 def test_plain_text_is_encoded_as_it_stands(tokenizer: Any) -> None:
@@ -278,66 +229,9 @@ def test_nothing_is_encoded_as_no_tokens(tokenizer: Any) -> None:
     assert prompt.restore_points == ()
 
 
-def test_the_wrapper_of_mlx_lm_renders_the_same() -> None:
-    guard_mlx_lm()
-    tokenizer_utils = importlib.import_module("mlx_lm.tokenizer_utils")
-    wrapped = tokenizer_utils.TokenizerWrapper(make_tokenizer())
-    messages = [SYSTEM, user(json.dumps({"a": 1}))]
-    ours = ChatRenderer(wrapped).render(messages)
-    assert ours.tokens.tolist() == wrapped.apply_chat_template(messages, add_generation_prompt=True)
-    assert RestorePointKind.SYSTEM_END in kinds(ours)
-
-
-def test_a_reply_sent_back_keeps_the_tokens_it_was_generated_with() -> None:
-    tokenizer = tiny_models.tokenizer()
-    renderer = ChatRenderer(tokenizer)
-    conversation: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
-    prompt = renderer.render(conversation)
-    ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "the"]
-    assert tokenizer.encode("the", add_special_tokens=False) != ids
-    renderer.remember_reply(prompt, "the", ids)
-    following = renderer.render(
-        [*conversation, {"role": "assistant", "content": "the"}, {"role": "user", "content": "x"}]
-    )
-    known = len(prompt.tokens) + len(ids)
-    assert following.tokens[:known].tolist() == [*prompt.tokens.tolist(), *ids]
-
-
 def test_half_a_character_that_a_template_writes_is_replaced() -> None:
     prompt = ChatRenderer(make_tokenizer(r"{{ '\ud83d' }}{{ messages[0].content }}")).render([user("a\udc00")])
     assert prompt.text == "\ufffda\ufffd"
-
-
-def test_added_tokens_that_strip_white_space_are_cut_as_the_tokenizer_cuts_them() -> None:
-    tokenizer = make_tokenizer()
-    stripping = [AddedToken(text, special=True, rstrip=True, normalized=False) for text in ("<|user|>", "<|end|>")]
-    tokenizer.add_tokens(stripping, special_tokens=True)
-    tokenizer.chat_template = "{% for m in messages %}<|user|>\n{{ m.content }}<|end|>\n{% endfor %}<|assistant|>\n"
-    rendered = ChatRenderer(tokenizer).render([user(" some words\n"), user("\n more")])
-    assert rendered.tokens.tolist() == tokenizer.encode(rendered.text, add_special_tokens=False)
-
-
-def test_a_reply_changes_no_other_conversation() -> None:
-    tokenizer = tiny_models.tokenizer()
-    renderer = ChatRenderer(tokenizer)
-    prompt = renderer.render([user("hello")])
-    spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in "the"]
-    marks = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<think>", "</think>")]
-    renderer.remember_reply(prompt, "<think>the</think>the", [marks[0], *spelled, marks[1], *spelled])
-    for text in ("see <think>the</think>", "</think>the"):
-        other = renderer.render([user(text)])
-        assert other.tokens.tolist() == tokenizer.encode(other.text, add_special_tokens=False)
-
-
-def test_a_text_of_any_length_is_tokenized_with_and_without_its_frame() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", tokenizer.convert_tokens_to_ids("</s>"))]
-    )
-    renderer, text = ChatRenderer(tokenizer, max_tokens=5), "<|im_start|>user\nWhat is the weather in Paris?"
-    plain = tokenizer.encode(text, add_special_tokens=False)
-    assert renderer.tokenize(text) == plain and len(plain) > 5
-    assert renderer.tokenize(text, add_special=True) == [tokenizer.convert_tokens_to_ids("</s>"), *plain]
 
 
 @pytest.mark.parametrize("parse_special", [True, False])
@@ -380,11 +274,216 @@ def test_no_way_to_tokenize_gives_the_tokenizer_a_long_text_at_once(
         renderer.tokenize(text, parse_special=parse_special, max_tokens=10)
 
 
-def test_names_of_special_tokens_can_be_tokenized_as_text(tokenizer: Any) -> None:
+LINE = "x-anthropic-billing-header: cc_version=2.1.100.{}; cc_entrypoint=cli; cch={};"
+CONSTANT = LINE.format("000", "00000")
+
+
+def system(content: Any) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (LINE.format("7b4", "eb6c6"), CONSTANT),
+        (LINE.format("7b4", "eb6c6") + "\r\nrest", CONSTANT + "\r\nrest"),
+        (
+            "x-anthropic-billing-header: cch=ff;cc_version=2.1.5;",
+            "x-anthropic-billing-header: cch=00000;cc_version=2.1.5;",
+        ),
+        ("x-anthropic-billing-header: cc_version=2.1.5.9; cc_entrypoint=sdk-cli;", None),
+        ("x-anthropic-billing-header: cch=ff", None),
+        ("x-anthropic-billing-header: cch=ff; and so on", None),
+        ("X-Anthropic-Billing-Header: cch=ff;", None),
+        (" x-anthropic-billing-header: cch=ff;", None),
+        ("The first line of x-anthropic-billing-header: cch=ff;", None),
+        ("Hello\n" + LINE.format("7b4", "eb6c6"), None),
+        ("x-anthropic-billing-header: xcch=ff;", None),
+        ("", None),
+    ],
+)
+def test_only_the_known_shape_at_its_place_is_changed(text: str, expected: str | None) -> None:
+    assert with_constant_header(text) == (text if expected is None else expected)
+
+
+def test_it_is_found_as_a_text_and_as_the_first_part() -> None:
+    line = LINE.format("7b4", "eb6c6")
+    part: dict[str, Any] = {"text": line, "cache_control": {}}
+    messages = with_constant_headers([system(line), system([part, {"text": line}])])
+    assert messages == [system(CONSTANT), system([{"text": CONSTANT, "cache_control": {}}, {"text": line}])]
+    assert part["text"] == line
+
+
+def test_only_leading_system_messages_are_looked_at() -> None:
+    line = LINE.format("7b4", "eb6c6")
+    messages = [{"role": "user", "content": line}, system(line), {"role": "assistant", "content": None}]
+    assert with_constant_headers(messages) == messages
+    assert with_constant_headers([system([]), system(None)]) == [system([]), system(None)]
+
+
+THINKING = """\
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and loop.last %}<think>
+{{ (m.reasoning_content or '').strip('\\n') }}
+</think>
+
+{% endif %}{{ m.content.strip() }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+"""Shows the thought of the last message only, and no white space around a text."""
+
+MARKERS = ReasoningFormat("<think>", "</think>")
+ASKED = [SYSTEM, user("What is the weather?")]
+
+
+def is_open(prompt: Any) -> bool:
+    return MARKERS.is_opened_by(prompt.text, prompt.begun)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("text", ["It is", "é 你好", "It is qendx", "<|im_end|>", "It is\n\n- hot", "e"])
+@pytest.mark.parametrize("template", [None, PLAIN])
+def test_the_prompt_is_the_one_that_the_tokenizer_makes(text: str, template: str | None, slow: bool) -> None:
+    tokenizer = make_tokenizer(template) if template else make_tokenizer()
+    messages = [user("What is the weather?"), assistant(text)]
+    prompt = ChatRenderer(SlowTokenizer(tokenizer) if slow else tokenizer).render(messages, continues=True)
+    expected = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    assert prompt.text == expected
+    assert prompt.tokens.tolist() == tokenizer.encode(expected, add_special_tokens=False)
+    assert prompt.begun.endswith(text)
+
+
+def test_parts_are_joined_and_an_empty_text_is_the_header_alone() -> None:
+    renderer = ChatRenderer(make_tokenizer())
+    parts = {"role": "assistant", "content": [{"text": "It"}, {"text": "is"}]}
+    assert renderer.render([*ASKED, parts], continues=True).text.endswith("<|im_start|>assistant\nIt\nis")
+    empty = renderer.render([*ASKED, {"role": "assistant", "content": None}], continues=True)
+    assert (empty.text, empty.begun) == (renderer.render(ASKED).text, "")
+
+
+def test_a_reply_joined_to_what_it_continues_keeps_its_tokens() -> None:
+    tokenizer = tiny_models.tokenizer()
     renderer = ChatRenderer(tokenizer)
-    [marker] = renderer.tokenize("<|im_start|>")
-    if isinstance(tokenizer, SlowTokenizer):
+    prompt = renderer.render([user("hello"), assistant("in ")], continues=True)
+    ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "the"]
+    assert tokenizer.encode("the", add_special_tokens=False) != ids
+    renderer.remember_reply(prompt, "the", ids)
+    following = renderer.render([user("hello"), assistant("in the"), user("what")]).tokens.tolist()
+    assert following[: len(prompt.tokens) + 3] == [*prompt.tokens.tolist(), *ids]
+
+
+def test_a_thought_is_open_where_it_is_continued_and_over_where_an_answer_is() -> None:
+    renderer = ChatRenderer(make_tokenizer(THINKING))
+    thinks = {"role": "assistant", "content": "", "reasoning_content": "The user"}
+    thought = renderer.render([*ASKED, thinks], continues=True)
+    assert thought.text.endswith("<think>\nThe user") and is_open(thought)
+    answer = renderer.render([*ASKED, {**thinks, "content": "It"}], continues=True)
+    assert answer.text.endswith("<think>\nThe user\n</think>\n\nIt") and not is_open(answer)
+    said = ChatRenderer(make_tokenizer()).render([user("<think>"), assistant("<think>\nSo")], continues=True)
+    assert is_open(said)
+    assert not is_open(ChatRenderer(make_tokenizer()).render([user("<think>"), assistant("So")], continues=True))
+
+
+@pytest.mark.parametrize("shown", ["", "{{ m.content | upper }}", "{{ m.content }} {{ m.content }}"])
+def test_a_message_that_is_not_shown_as_it_is_cannot_be_continued(shown: str) -> None:
+    template = f"{{% for m in messages %}}{shown}{{% endfor %}}"
+    with pytest.raises(ChatTemplateError, match="cannot be continued"):
+        ChatRenderer(make_tokenizer(template)).render([user("a"), assistant("b")], continues=True)
+
+
+ASK = {"role": "user", "content": "Hi"}
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+FAMILIES: dict[str, str] = {
+    "qwen": "{% if tools %}<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools>{% endif %}" + TURNS,
+    "llama": "{% if tools %}{% for t in tools %}{{ t | tojson(indent=4) }}\n\n{% endfor %}{% endif %}" + TURNS,
+    "mistral": "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}" + TURNS,
+    "granite": "{% if tools %}{{ tools | map(attribute='function') | list | tojson(indent=2) }}\n{% endif %}" + TURNS,
+    "deepseek": "{% if tools %}## Tools\n{% for t in tools %}### {{ t.function.name }}\nDescription: "
+    "{{ t.function.description }}\nParameters: {{ t.function.parameters | tojson }}\n\n{% endfor %}{% endif %}"
+    + TURNS,
+    "gpt-oss": "{% if tools %}namespace functions {\n\n{% for t in tools %}// {{ t.function.description }}\ntype "
+    "{{ t.function.name }} = (_: {\n{% for k in t.function.parameters.properties %}{{ k }}: string,\n{% endfor %}"
+    "}) => any;\n\n{% endfor %}} // namespace functions{% endif %}" + TURNS,
+    "qwen coder": '{% if tools %}<tools>{% for t in tools %}{{ "\n" }}<function>\n<name>'
+    "{{ t.function.name }}</name>\n"
+    "{{ t.function.parameters | tojson }}\n</function>{% endfor %}{{ '\n' }}</tools>{% endif %}" + TURNS,
+    "command": "{% if tools %}```python\n{% for t in tools %}def {{ t.function.name }}({% for k in "
+    't.function.parameters.properties %}{{ k }}{% endfor %}):\n    """{{ t.function.description }}"""\n    pass\n\n'
+    "{% endfor %}```{% endif %}" + TURNS,
+    "gemma": "{% for t in tools or [] %}<decl>{{ t.function.name }}{{ t.function.parameters | tojson }}</decl>"
+    "{% endfor %}" + TURNS,
+    "minimax": "{% if tools %}<tools>\n{% for t in tools %}<tool>{{ t.function | tojson }}</tool>\n{% endfor %}"
+    "</tools>{% endif %}" + TURNS,
+    "counting": "{% if tools %}{{ tools | length }} tools:{% for t in tools %} {{ t.function.name }}{% endfor %}"
+    "{% endif %}" + TURNS,
+}
+
+
+def tool(name: str) -> dict[str, Any]:
+    properties = {"city": {"type": "string", "description": f"where {name} looks"}}
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "description": f"{name} it.", "parameters": parameters}}
+
+
+BY_NAME = {name: tool(name) for name in ("find_it", "keep_it", "qfirst_it")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_loaded_tool_has_the_form_of_one_at_the_head(family: str) -> None:
+    renderer = renderer_of(FAMILIES[family])
+    head = renderer.render([ASK], list(BY_NAME.values())).text
+    block = renderer.definitions.block(["find_it", "keep_it"], BY_NAME, "place")
+    first, *written, last = block.splitlines()
+    assert (first, last) == ("<functions>", "</functions>")
+    whole = "\n".join(written)
+    start = whole.index("keep_it")
+    assert "find_it" in whole[:start] and "find_it" not in whole[start:]
+    if family == "counting":
+        assert (
+            json.loads(written[0].removeprefix("<function>").removesuffix("</function>"))
+            == BY_NAME["find_it"]["function"]
+        )
         return
-    spelled = renderer.tokenize("<|im_start|>", parse_special=False)
-    assert marker not in spelled and tokenizer.decode(spelled) == "<|im_start|>"
-    assert renderer.tokenize("<|im_start|>") == [marker]
+    alone = renderer.definitions.block(["find_it"], BY_NAME, "elsewhere").splitlines()[1:-1]
+    definition = "\n".join(alone)
+    assert definition in head and whole.startswith(definition)
+    for words in ("find_it", "city"):
+        assert words in definition
+
+
+def test_several_places_where_a_definition_could_begin_are_told_apart() -> None:
+    renderer = renderer_of(FAMILIES["qwen coder"])
+    block = renderer.definitions.block(["find_it"], BY_NAME, "place")
+    assert block.startswith("<functions>\n<function>\n<name>find_it</name>") and block.endswith(
+        "</function>\n</functions>"
+    )
+
+
+def test_a_conversation_keeps_the_wording_that_it_saw_first() -> None:
+    definitions = ToolDefinitions(lambda tools: "".join(f"{json.dumps(one)}\n" for one in tools))
+    first = definitions.block(["find_it"], BY_NAME, "one")
+    reworded = {"find_it": tool("find_it") | {"function": {"name": "find_it", "description": "Other words."}}}
+    assert definitions.block(["find_it"], reworded, "one") == definitions.block(["find_it"], {}, "one") == first
+    assert "Other words." in definitions.block(["find_it"], reworded, "two")
+
+
+def test_a_tool_that_is_gone_is_said_to_be_until_it_comes_back() -> None:
+    definitions = ToolDefinitions(lambda tools: "".join(f"{json.dumps(one)}\n" for one in tools))
+    names = ["find_it", "lost_it"]
+    partly = definitions.block(names, BY_NAME, "one")
+    assert "where find_it looks" in partly and partly.endswith("</functions>\nlost_it is no longer available.")
+    assert definitions.block(["lost_it"], BY_NAME, "one") == "lost_it is no longer available."
+    back = definitions.block(names, {**BY_NAME, "lost_it": tool("lost_it")}, "one")
+    assert "where lost_it looks" in back and "no longer" not in back
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.prompt.tool_definitions.MAX_KEPT_CHARACTERS", 1000)
+    definitions = ToolDefinitions(lambda tools: "".join(f"{json.dumps(one)}\n" for one in tools))
+    first = definitions.block(["find_it"], BY_NAME, 0)
+    for place in range(1, 20):
+        definitions.block(["find_it"], BY_NAME, place)
+    assert definitions.block(["find_it"], {}, 19) == first
+    assert definitions.block(["find_it"], {}, 0) == "find_it is no longer available."

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from models.errors import PromptTooLong, TokenizerFailed
 from models.prompt import chat_template, tokenize
-from models.prompt.tokenize import Abandoned, PromptParts, abandoned_when, encode
+from models.prompt.tokenize import PromptParts, encode
 from tests.support import tiny_models, tiny_tokenizers
 from tests.support.tiny_tokenizers import Flags
 
@@ -81,60 +81,20 @@ def reply_to(tokenizer: PromptParts, prompt: str, reply: str, ids: Sequence[int]
     return [int(number) for number in tokenized.ids]
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(st.sampled_from(sorted(ADDED)), st.text(max_size=12)), max_size=8))
-def test_piecewise_is_whole(parts: list[str]) -> None:
-    text = "".join(parts)
-    tokenized = pieces().tokenize(text)
-    assert tokenized.ids.tolist() == whole(text)
-    assert len(tokenized.ends) == len(tokenized.ids)
-    assert all(a <= b for a, b in zip(tokenized.ends, tokenized.ends[1:], strict=False))
-
-
 # ------------------------------------------------------------------------------------ tokenizers of several shapes
 
 CONTENTS = (
-    "<a>",
-    "<a>b",
-    "b<a",
-    "<|x|>",
-    "[X",
-    "X]",
-    "\n\n",
-    " <s>",
-    "<s> ",
-    "aa",
-    "a b",
-    "\u2581\u2581",
-    "e\u0301>",
+    *("<a>", "<a>b", "b<a", "<|x|>", "[X", "X]", "\n\n", " <s>", "<s> ", "aa", "a b"),
+    *("\u2581\u2581", "e\u0301>"),
 )
 """Texts of added tokens: prefixes of one another, overlapping, words, white space at either edge."""
-ALPHABET = [
-    "<",
-    ">",
-    "a",
-    "b",
-    "s",
-    "x",
-    "X",
-    "|",
-    "[",
-    "]",
-    " ",
-    "\n",
-    "\u2581",
-    "e",
-    "\u0301",
-    "\x1c",
-    "\x85",
-    "日",
-]
+ALPHABET = [*"<>absxX|[] \n\u2581e\u0301\x1c\x85日"]
 
 FLAGS = st.builds(Flags, *[st.booleans()] * 5)
 TEXTS = st.lists(st.one_of(st.sampled_from(CONTENTS), st.sampled_from(ALPHABET)), max_size=14).map("".join)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(sorted(tiny_tokenizers.SHAPES)),
     st.dictionaries(st.sampled_from(CONTENTS), FLAGS, min_size=1, max_size=5),
@@ -196,14 +156,6 @@ def _at_added(text: str, added: dict[str, Flags]) -> list[str]:
 
 def _odd_ids(part: str, added: dict[str, Flags], backend: Any) -> list[int]:
     return whole(part, backend) if part in added else spelled(part, backend)
-
-
-def test_white_space_that_a_neighbour_may_strip_leaves_no_border() -> None:
-    space, stripping = (
-        AddedToken(text, normalized=False, special=True, rstrip=text == "<a>") for text in ("\n", "<a>")
-    )
-    assert tokenize.Borders({0: space}).opener == "\n"
-    assert tokenize.Borders({0: space, 1: stripping}).opener is None
 
 
 @pytest.mark.parametrize("shape", sorted(tiny_tokenizers.SHAPES))
@@ -376,14 +328,6 @@ def counted_in(lengths: list[int]) -> Any:
     return counted
 
 
-def test_tokenizing_ends_where_there_are_too_many() -> None:
-    backend = Counting()
-    with pytest.raises(PromptTooLong) as caught:
-        PromptParts(backend, TOKENS).tokenize("some words and\nmore " * 100_000, max_tokens=1000)
-    assert caught.value.num_tokens > 1000
-    assert backend.num_characters < 100_000
-
-
 def test_tokenizing_counts_all_pieces() -> None:
     num_tokens = len(whole(TURN * 9))
     assert len(pieces().tokenize(TURN * 9, max_tokens=num_tokens).ids) == num_tokens
@@ -392,21 +336,7 @@ def test_tokenizing_counts_all_pieces() -> None:
     assert (caught.value.num_tokens, caught.value.max_tokens) == (num_tokens, num_tokens - 1)
 
 
-def test_tokenizing_ends_when_nobody_waits() -> None:
-    with abandoned_when(lambda: True), pytest.raises(Abandoned):
-        pieces().tokenize(TURN)
-    with abandoned_when(lambda: False):
-        assert pieces().tokenize(TURN).ids.tolist() == whole(TURN)
-
-
 # -------------------------------------------------------------------------------------------- memory and replies
-
-
-def test_the_ends_bound_the_text_that_the_tokens_came_from() -> None:
-    tokenized = pieces().tokenize(TURN + "ab cd")
-    for count, end in enumerate(tokenized.ends, start=1):
-        assert (TURN + "ab cd").startswith(BACKEND.decode(tokenized.ids[:count].tolist(), skip_special_tokens=False))
-        assert len(BACKEND.decode(tokenized.ids[:count].tolist(), skip_special_tokens=False)) <= end
 
 
 def test_a_longer_conversation_tokenizes_only_what_is_new() -> None:
@@ -418,14 +348,6 @@ def test_a_longer_conversation_tokenizes_only_what_is_new() -> None:
     assert backend.num_characters == len(f"{tokenizer._borders.opener}assistant\nsomething new")
 
 
-def test_a_reply_keeps_the_ids_it_was_generated_with() -> None:
-    tokenizer = pieces()
-    assert spelled("in the") != whole("in the"), "the reply must not be what the tokenizer would say"
-    prompt_ids = reply_to(tokenizer, TURN, "in the", spelled("in the"))
-    following = tokenizer.tokenize(f"{TURN}in the<|im_end|>\n").ids.tolist()
-    assert following == [*prompt_ids, *spelled("in the"), *whole("<|im_end|>\n")]
-
-
 def test_a_reply_is_remembered_for_its_own_namespace() -> None:
     tokenizer = pieces()
     reply_to(tokenizer, TURN, "in the", spelled("in the"), "mine")
@@ -433,46 +355,11 @@ def test_a_reply_is_remembered_for_its_own_namespace() -> None:
     assert tokenizer.tokenize(f"{TURN}in the", "another").ids.tolist() == whole(f"{TURN}in the")
 
 
-def test_the_same_words_elsewhere_are_tokenized_as_ever() -> None:
-    tokenizer = pieces()
-    reply_to(tokenizer, TURN, "in<|im_start|>at", [*spelled("in"), ADDED["<|im_start|>"], *spelled("at")])
-    for text in ("<|im_start|>at<|im_end|>", f"x{TURN}in", f"{TURN}in there", f"{TURN}{TURN}in<|im_end|>"):
-        assert tokenizer.tokenize(text).ids.tolist() == whole(text)
-
-
 def test_a_reply_with_a_marker_is_remembered_on_both_sides_of_it() -> None:
     tokenizer = pieces()
     ids = [*spelled("in"), ADDED["<think>"], *spelled("at")]
     prompt_ids = reply_to(tokenizer, TURN, "in<think>at", ids)
-    assert tokenizer.tokenize(f"{TURN}in<think>at<|im_end|>").ids.tolist() == [
-        *prompt_ids,
-        *ids,
-        ADDED["<|im_end|>"],
-    ]
-
-
-def test_a_reply_behind_a_token_that_strips_keeps_its_ids() -> None:
-    added = {"<a>": Flags(special=True, rstrip=True), "<s>": Flags(special=True, rstrip=True)}
-    backend = tiny_tokenizers.tokenizer("bytes", added)
-    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
-    ids = spelled(" ab", backend)
-    prompt_ids = reply_to(tokenizer, "<s>\nb<a>\n", " ab", ids)
-    assert tokenizer.tokenize("<s>\nb<a>\n ab<s>\n").ids.tolist() == [*prompt_ids, *ids, *whole("<s>", backend)]
-
-
-def test_a_reply_whose_text_and_ids_disagree_is_not_remembered() -> None:
-    tokenizer = pieces()
-    reply_to(tokenizer, TURN, "in the", [ADDED["<|im_start|>"], *whole("in the")])
-    assert tokenizer.tokenize(f"{TURN}in the").ids.tolist() == whole(f"{TURN}in the")
-
-
-def test_remembering_a_reply_tokenizes_nothing() -> None:
-    backend = Counting()
-    tokenizer = PromptParts(backend, TOKENS)
-    tail = tokenizer.tokenize(TURN).tail
-    backend.num_characters = 0
-    tokenizer.remember_reply(tail, "in the", spelled("in the"))
-    assert backend.num_characters == 0
+    assert tokenizer.tokenize(f"{TURN}in<think>at<|im_end|>").ids.tolist() == [*prompt_ids, *ids, ADDED["<|im_end|>"]]
 
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,7 +372,7 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokenizer._memory.size == sum(piece.num_bytes for piece, _ in tokenizer._memory._kept.values())
 
 
-@pytest.mark.parametrize("num_words", [1, 1000])
+@pytest.mark.parametrize("num_words", [1, 400])
 def test_what_the_memory_counts_is_what_it_takes(num_words: int) -> None:
     tokenizer = pieces()
     text = "".join(f"<|im_start|>{number}{' word' * num_words}" for number in range(2000 // num_words * 2 + 50))

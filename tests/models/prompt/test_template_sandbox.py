@@ -47,7 +47,6 @@ def render_once(template: str) -> str:
 
 
 ESCAPES = [
-    "{{ ''.__class__.__mro__ }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ ''['__class__']['__mro__'] }}",
     "{{ ''|attr('__class__')|attr('__mro__') }}",
@@ -62,37 +61,21 @@ ESCAPES = [
     "{{ [''.format] | map('attr', '__globals__') | list | first | list }}",
     "{% set f = '{0.__class__.__mro__}'.format %}{{ f('') }}",
     "{{ cycler.__init__.__globals__.os.system('true') }}",
-    "{{ joiner.__init__.__globals__ | list }}",
-    "{{ namespace.__init__.__globals__ | list }}",
-    "{{ namespace(a=1).__class__.__mro__ | list }}",
     "{{ namespace(__class__=1) }}",
     "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
-    "{{ lipsum.__globals__.os.popen('id').read() }}",
-    "{{ range.__class__.__base__.__subclasses__() }}",
-    "{{ dict.__class__.__base__.__subclasses__() }}",
     "{{ raise_exception.__globals__.json }}",
-    "{{ strftime_now.__globals__['datetime'].now() }}",
-    "{{ strftime_now.__closure__ | list }}",
     "{{ self.__init__.__globals__ | list }}",
     "{{ self._TemplateReference__context.environment }}",
-    "{{ loop.__init__.__globals__ }}",
     "{% for x in [1] %}{{ loop.__init__.__globals__ | list }}{% endfor %}",
-    "{% macro m() %}{% endmacro %}{{ m.__call__.__globals__ | list }}",
     "{% macro m() %}{% endmacro %}{{ m._func.__globals__ | list }}",
     "{% macro m() %}{{ caller.__init__.__globals__ | list }}{% endmacro %}{% call m() %}{% endcall %}",
     "{{ messages.append.__self__.__class__.__base__.__subclasses__() }}",
-    "{{ messages.__init__.__globals__ | list }}",
-    "{{ (1).__class__.__base__.__subclasses__() }}",
-    "{{ none.__class__.__base__.__subclasses__() }}",
-    "{{ missing.__init__.__globals__ | list }}",
     "{{ undefined_name.__class__.__mro__ | list }}",
     "{% include '/etc/passwd' %}",
     "{% import '/etc/passwd' as x %}{{ x }}",
     "{% extends '/etc/passwd' %}",
     "{{ open('/etc/passwd').read() }}",
-    "{{ __import__('os') }}",
     "{{ environment.from_string('x') }}",
-    "{{ ''.join.__call__.__class__.__mro__ | list }}",
     "{% for x in [].__iter__() %}{{ x }}{% endfor %}",
     "{% do messages %}",
     "{{ take_step.__globals__ | list }}",
@@ -307,12 +290,6 @@ def test_chains_of_comparisons_inside_each_other_do_not_make_a_template_longer(o
     assert num_nodes(9) - num_nodes(8) == num_nodes(5) - num_nodes(4)
 
 
-def test_one_comparison_of_two_short_values_takes_no_step() -> None:
-    compiled = template_sandbox._compile("{{ x == y }}{{ x < y }}{{ x != z }}")
-    with template_sandbox.bounded_steps(4):
-        assert compiled.render(x=2**40, y=2**41, z="text") == "FalseTrueTrue"
-
-
 @pytest.mark.parametrize(
     "use",
     ["title", "wordcount", "min", "max", "unique", "groupby(0)", "reject('string') | list", "select('none') | first"],
@@ -336,24 +313,11 @@ def test_what_a_template_is_given_counts_too() -> None:
     assert render(template, width=1, times=3) == '{\n "a": 1\n}aaa'
 
 
-def test_arguments_and_messages_are_data() -> None:
-    text = "{{ 7 * 7 }}{% for x in y %}"
-    assert render("{{ messages[0].content }}{{ extra }}", {"role": "user", "content": text}, extra=text) == text * 2
-
-
 def test_a_rendering_ends_when_nobody_waits() -> None:
     calls = iter([False, False, True])
     template = "{% set r = range(100000) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
     with abandoned_when(lambda: next(calls)), pytest.raises(Abandoned):
         render(template)
-
-
-def test_each_rendering_has_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
-    tokenizer = copy.copy(tiny_models.tokenizer())
-    tokenizer.chat_template = "{% for x in range(400) %}{% endfor %}{{ messages[0].content }}"
-    renderer = ChatRenderer(tokenizer)
-    assert {renderer.render([ASK]).text for _ in range(20)} == {"hello"}
 
 
 def test_long_conversations_of_known_models_are_far_from_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,9 +383,10 @@ def test_many_threads_render_at_once_each_with_its_own_bound(monkeypatch: pytest
     tokenizer = copy.copy(tiny_models.tokenizer())
     tokenizer.chat_template = "{% for x in range(400) %}{% endfor %}{{ messages[0].content }}"
     renderer, texts = ChatRenderer(tokenizer), list[str]()
+    assert {renderer.render([ASK]).text for _ in range(20)} == {"hello"}, "each rendering has all its steps"
     threads = [threading.Thread(target=lambda: texts.append(renderer.render([ASK]).text)) for _ in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(120)
     assert texts == ["hello"] * 20

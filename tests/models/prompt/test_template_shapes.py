@@ -166,6 +166,7 @@ TOOL_TALKS: dict[str, list[dict[str, Any]]] = {
     "results the other way": [ASK, calls({}, {}), result(1, "wother"), result(0, "wresult"), ANSWER, NEXT],
     "rounds": [ASK, calls({}), result(0, "wresult"), calls({}, first_id=5), result(5, "wother"), ANSWER, NEXT],
     "late system after a result": [SYSTEM, ASK, calls({}), result(0, "wresult"), LATE, ANSWER, NEXT],
+    "the user after a result": [SYSTEM, ASK, calls({}), result(0, "wresult"), NEXT, says("user", "wmore"), ANSWER],
     "no ids": [
         ASK,
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "wcall0", "arguments": {}}}]},
@@ -235,44 +236,6 @@ def generation_prompt(name: str) -> str:
     return str(with_it).removeprefix(str(without))
 
 
-def test_a_result_that_comes_later_leaves_the_ones_before_in_place() -> None:
-    messages = [ASK, calls({}, {}, {}), result(2, "wthird"), result(0, "wresult"), result(1, "wother")]
-    texts = [RENDERERS["one call"].render(messages[:stop], TOOLS).text for stop in (3, 4, 5)]
-    for count, (earlier, later) in enumerate(itertools.pairwise(texts)):
-        shown = ("wthird", "wresult")[count]
-        assert later.startswith(earlier[: earlier.index(shown) + len(shown)])
-
-
-def test_a_template_that_takes_all_is_given_all_as_it_is() -> None:
-    tokenizer = tiny_models.tokenizer()
-    for template in (TEMPLATES["takes all"], tokenizer.chat_template):
-        renderer = renderer_of(template)
-        for case, talk in (TALKS | TOOL_TALKS).items():
-            given = [{**message, "content": message["content"] or ""} for message in talk]
-            expected = tokenizer.apply_chat_template(
-                given, tools=TOOLS, chat_template=template, add_generation_prompt=True, tokenize=False
-            )
-            assert renderer.render(talk, TOOLS).text == expected, case
-
-
-def test_a_late_system_message_is_said_by_the_user_where_it_stands() -> None:
-    text = RENDERERS["in turn, short ids"].render(TALKS["late system"]).text
-    assert "[user]<system>\nwlate\n</system>\n\nwnext</s>" in text
-    after = RENDERERS["in turn, short ids"].render(TALKS["system after the user"]).text
-    assert "[user]wask\n\n<system>\nwlate\n</system></s>" in after
-
-
-def test_arguments_are_what_the_template_makes_json_of() -> None:
-    for name in TEMPLATES.keys() - WITHOUT_TOOLS - {"system first, arguments by key"}:
-        text = RENDERERS[name].render(TOOL_TALKS["one call"], TOOLS).text
-        assert json.dumps({"wkey": "wvalue"}) in text, name
-
-
-def test_what_is_wrong_in_any_shape_is_refused_in_the_words_of_the_template() -> None:
-    with pytest.raises(ChatTemplateError, match="alternate"):
-        RENDERERS["in turn, short ids"].render([ANSWER, ASK])
-
-
 def test_every_shape_has_a_template_that_needs_it() -> None:
     needed = {
         id(shape)
@@ -289,20 +252,6 @@ def test_messages_are_not_changed_in_place() -> None:
             before = json.dumps([talk, tools])
             renderer.render(talk, tools)
             assert json.dumps([talk, tools]) == before
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% set l = [].__class__.__name__ %}{{ l }}",
-        "{% set l = messages.__class__.__base__ %}{{ l }}",
-        "{{ ''.format.__globals__ }}{{ (''.format).__self__.__class__.__mro__ }}",
-        "{{ raise_exception.__globals__ }}{{ raise_exception.__globals__['json'].loads('1') }}",
-    ],
-)
-def test_nothing_else_is_opened_to_a_template(template: str) -> None:
-    with pytest.raises(ChatTemplateError):
-        renderer_of(template).render([ASK])
 
 
 def test_a_list_that_grows_while_it_is_gone_through_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,12 @@ from server.api.app import create_pool_app
 from server.app.config import ConfigError, ServerConfig
 from server.app.service import open_service
 from server.cli.config import load_config
+from server.engine.messages import on_thread
 from server.pool.catalog import Catalog
 from server.pool.members import Around
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource
-from server.pool.pool import ModelPool, on_thread
+from server.pool.pool import ModelPool
 from tests.support import adapters as tiny_adapters
 from tests.support import tiny_models
 from tests.support.live_server import running

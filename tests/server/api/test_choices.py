@@ -12,10 +12,9 @@ import pytest
 
 from server.app.config import ServerConfig
 from server.app.log_events import RequestEnded
-from server.app.service import open_service
 from server.engine.request import GenerationRequest, OutOfMemory
-from tests.server.api.test_openai_client import SLOW, until
-from tests.support import tiny_models
+from tests.server.api.test_live import Live, until
+from tests.server.api.test_openai_client import SLOW
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
@@ -109,13 +108,6 @@ def test_a_stream_is_interleaved_as_the_answers_come(client: openai.OpenAI, engi
     assert indices != sorted(indices)
 
 
-def test_without_usage_the_costs_stand_in_the_last_chunk(client: openai.OpenAI) -> None:
-    chunks = list(ask(client, n=2, stream=True))
-    assert chunks[-1].choices[0].finish_reason == "stop"
-    assert chunks[-1].model_extra["timings"]["predicted_n"] == 4
-    assert not any("timings" in (chunk.model_extra or {}) for chunk in chunks[:-1])
-
-
 def test_seeds_differ_and_the_first_is_the_one_given(client: openai.OpenAI, engine: FakeEngine) -> None:
     ask(client, n=3, seed=7)
     assert [r.sampling.seed for r in engine.requests] == [7, 8, 9]
@@ -201,14 +193,6 @@ def test_a_choice_that_fails_does_not_lose_the_others(
     assert "too long" in next(end for end in ends if end.index == failing).error["message"]
 
 
-def test_where_all_choices_fail_the_request_does(client: openai.OpenAI, engine: FakeEngine) -> None:
-    engine.script = Script(error=OutOfMemory("too long"))
-    with pytest.raises(openai.APIStatusError, match="too long"):
-        ask(client, n=2)
-    with pytest.raises(openai.APIError, match="too long"):
-        list(ask(client, n=2, stream=True))
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_all_choices(address: str, engine: FakeEngine, stream: bool) -> None:
     engine.script = SLOW
@@ -236,43 +220,20 @@ def test_several_choices_are_one_request_to_a_person(
 # ---------------------------------------------------------------------------------------------- with a real model
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    folder = tiny_models.write("qwen3", tmp_path_factory.mktemp("models") / "tiny")
-    config = ServerConfig(models=(str(folder),), cache_memory_bytes=1 << 26)
-    service = open_service(config)
-    service.engine.start()
-    try:
-        with (
-            running(create_app(service.engine, service.model, config)) as base,
-            openai.OpenAI(base_url=f"{base}/v1", api_key="any", max_retries=0) as client,
-        ):
-            yield client
-    finally:
-        service.engine.stop()
-
-
 LONG = [5 + number % 200 for number in range(300)]
 
 
-def test_the_answers_share_one_prefill(live: openai.OpenAI, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_answers_share_one_prefill(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        ask(live, TEXT, prompt=LONG, n=4, max_tokens=4, seed=1)
+        ask(live.client, TEXT, prompt=LONG, n=4, max_tokens=4, seed=1)
     (entry,) = [record.msg for record in caplog.records if isinstance(record.msg, RequestEnded)]
     # Each but the first evaluates the token behind which it begins to differ.
     assert len(LONG) <= entry.evaluated_tokens <= len(LONG) + 3
     assert entry.prompt_tokens == len(LONG)
 
 
-def test_the_first_answer_is_the_one_that_would_be_given_alone(live: openai.OpenAI) -> None:
-    alone = ask(live, TEXT, prompt=LONG, max_tokens=12, seed=3)
-    several = ask(live, TEXT, prompt=LONG, n=3, max_tokens=12, seed=3)
-    assert several.choices[0].text == alone.choices[0].text
-    assert len({choice.text for choice in several.choices}) == 3
-
-
-def test_prompts_of_a_list_are_answered_as_alone(live: openai.OpenAI) -> None:
+def test_prompts_of_a_list_are_answered_as_alone(live: Live) -> None:
     prompts = [LONG[:40], LONG[50:70], LONG[:90]]
-    several = ask(live, TEXT, prompt=prompts, max_tokens=6, temperature=0)
-    alone = [ask(live, TEXT, prompt=prompt, max_tokens=6, temperature=0).choices[0].text for prompt in prompts]
+    several = ask(live.client, TEXT, prompt=prompts, max_tokens=6, temperature=0)
+    alone = [ask(live.client, TEXT, prompt=prompt, max_tokens=6, temperature=0).choices[0].text for prompt in prompts]
     assert texts_of(several) == alone

@@ -22,7 +22,6 @@ SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}, "requ
 FUNCTION: Any = {"name": "weather", "parameters": SCHEMA}
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 FLAT: Any = [{"type": "function", **FUNCTION}]
-OURS: Any = [{"name": "weather", "input_schema": SCHEMA}]
 CALLED: Any = {"name": "weather", "arguments": '{"a": 1}'}
 CALLING = Script(('Let me look.<tool_call>{"name": "weather", "argu', 'ments": {"a": 1}}</tool_call>'))
 DIRS: Any = [{"type": "dir", "name": "src"}]
@@ -30,23 +29,8 @@ RESULTS: Any = [{"t": 20, "ü": [1]}, {"type": "weather", "t": 1}, DIRS, [1, "b"
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def renderer() -> FakeRenderer:
-    return FakeRenderer()
-
-
-@pytest.fixture
 def client(engine: FakeEngine, renderer: FakeRenderer) -> TestClient:
-    model = fake_model(
-        renderer=renderer,
-        grammars=KindBinder(),
-        call_format=HERMES,
-        context_tokens=900,
-    )
+    model = fake_model(renderer=renderer, grammars=KindBinder(), call_format=HERMES, context_tokens=900)
     return TestClient(create_app(engine, model, ServerConfig()))
 
 
@@ -282,12 +266,3 @@ def test_the_openai_package_with_functions_whole_and_streamed(engine: FakeEngine
         result: Any = {"role": "function", "name": "weather", "content": "20"}
         [last] = package.chat.completions.create(**{**asked, "messages": [*back, result]}).choices
         assert (last.finish_reason, last.message.content) == ("stop", "Hello there.")
-
-
-def test_a_second_call_is_left_out_of_the_older_form(client: TestClient, engine: FakeEngine) -> None:
-    call = '<tool_call>{"name": "weather", "arguments": {"a": %d}}</tool_call>'
-    engine.script = Script((call % 1, call % 2))
-    [choice] = client.post(CHAT, json=older()).json()["choices"]
-    assert choice["message"]["function_call"]["arguments"] == '{"a": 1}' and "tool_calls" not in choice["message"]
-    streamed = client.post(CHAT, json=older(stream=True)).text
-    assert streamed.count('"name":"weather"') == 1 and '"a": 2' not in streamed

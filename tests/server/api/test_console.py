@@ -1,6 +1,7 @@
 """The files of the console: who gets them, and what their headers forbid."""
 
 import fnmatch
+import gzip
 import tomllib
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from tests.support.fake_engine import FakeEngine, fake_model
 
 ROOT = Path(__file__).parents[3]
 HTML = {"Accept": "text/html,application/xhtml+xml"}
-MAX_BYTES = 150_000
-FILES = {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in SOURCE.rglob("*") if path.is_file()}
+MAX_BYTES = 240_000
+MAX_LIBRARY_BYTES = 700_000
+EVERY = {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in SOURCE.rglob("*") if path.is_file()}
+LIBRARIES = {name: content for name, content in EVERY.items() if name.startswith("vendor/")}
+FILES = {name: content for name, content in EVERY.items() if name not in LIBRARIES}
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -40,7 +44,7 @@ def test_a_browser_gets_the_page_and_a_program_what_it_always_got() -> None:
 def test_every_file_is_served_with_its_type_and_the_policy() -> None:
     server = client()
     assert {"app.js", "app.css", "chat.css", "views/tree.js", "lib/dom.js", "chat/markdown.js"} <= FILES.keys()
-    for name, content in FILES.items():
+    for name, content in EVERY.items():
         answer = server.get(f"/console/{name}")
         assert answer.status_code == 200 and answer.content == content
         assert answer.headers["content-type"] == TYPES[Path(name).suffix]
@@ -53,10 +57,22 @@ def test_every_file_is_served_with_its_type_and_the_policy() -> None:
 def test_they_are_small_and_in_the_package() -> None:
     assert sum(map(len, FILES.values())) <= MAX_BYTES
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["server"]
-    for name in FILES:
+    assert sum(len(gzip.compress(content)) for content in LIBRARIES.values()) <= MAX_LIBRARY_BYTES
+    for name in EVERY:
         # A star of setuptools does not reach into folders.
         same_depth = [one for one in patterns if one.count("/") == f"console/{name}".count("/")]
         assert any(fnmatch.fnmatch(f"console/{name}", pattern) for pattern in same_depth), name
+
+
+def test_each_library_is_one_file_with_its_licence() -> None:
+    assert LIBRARIES.keys() == {"vendor/highlight.js", "vendor/temml.js"}
+    for content in LIBRARIES.values():
+        head = content[:3000].decode()
+        assert (
+            "Copyright (c)" in head
+            and ("MIT License" in head or "BSD 3-Clause" in head)
+            and "export" in content.decode()
+        )
 
 
 def test_nothing_makes_html_of_a_text_or_asks_another_host() -> None:

@@ -1,18 +1,16 @@
-"""Chat answers that go on with the assistant's last message."""
+"""Answers that go on with the assistant's last message."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from models.names import DEMO
 from models.output.call_formats import HARMONY
 from models.output.pieces import ReasoningFormat
 from server.api.conversation import Conversation
 from server.app.config import ServerConfig
-from tests.server.api.test_live import Live, serving
+from tests.server.api.test_live import Live, until
 from tests.support import tiny_models
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
@@ -98,27 +96,6 @@ def test_the_prompt_can_be_looked_at_and_counted() -> None:
     assert shown == {"prompt": "<user>Who?<assistant>It was "}
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tiny_models.write("qwen3", tmp_path_factory.mktemp("continued") / "tiny")
-    with serving(folder) as server:
-        yield server
-
-
-def test_the_joined_reply_is_reused() -> None:
-    asked = {"role": "user", "content": "Count from 1 to 9."}
-    begun = {"role": "assistant", "content": "1, 2, 3,"}
-    with serving(DEMO) as demo:
-        first = demo.ask(asked, begun, extra_body={"continue_final_message": True}, max_tokens=100)
-        # One that a limit cuts may end within a token, and is not remembered.
-        assert first.choices[0].finish_reason == "stop"
-        said = {"role": "assistant", "content": begun["content"] + first.choices[0].message.content}
-        second = demo.ask(asked, said, {"role": "user", "content": "hello"}, max_tokens=2)
-    held = first.usage.prompt_tokens + first.usage.completion_tokens
-    assert first.usage.completion_tokens > 5
-    assert second.usage.prompt_tokens_details.cached_tokens >= held - 1
-
-
 NO_THOUGHT = {"logit_bias": {str(tiny_models.tokenizer().convert_tokens_to_ids("<think>")): -100}}
 SCHEMA = {"type": "object", "properties": {"who": {"enum": ["me", "you"]}}, "required": ["who"]}
 
@@ -146,3 +123,57 @@ def test_the_next_turn_holds_one_message_made_of_both() -> None:
     following = conversation.followed_by([whole])
     assert (following.messages, following.continues, conversation.asked) == ([USER, whole], False, [USER])
     assert (conversation.begun, following.begun) == ("It\nwas ", "")
+
+
+# ------------------------------------------------------------------------------------------------ other dialects
+
+COUNT: Any = {"role": "user", "content": "Count from 1 to 9."}
+COUNTED: Any = {"role": "assistant", "content": "1, 2, 3,"}
+MORE: Any = {"role": "user", "content": "hello"}
+
+
+def test_channels_are_not_gone_on_with() -> None:
+    renderer = FakeRenderer()
+    model = fake_model(renderer=renderer, call_format=HARMONY)
+    client = TestClient(create_app(FakeEngine(), model, ServerConfig()))
+    asked = {"model": "tiny", "messages": [COUNT, COUNTED], "stream": False}
+    refused = client.post("/v1/messages", json={**asked, "max_tokens": 9})
+    assert (refused.status_code, "cannot be continued" in refused.text) == (400, True)
+    assert client.post("/api/chat", json=asked).status_code == 200
+    assert renderer.calls and not any(call["continues"] for call in renderer.calls)
+
+
+@pytest.mark.parametrize(
+    ("last", "continues"),
+    [
+        (COUNTED, True),
+        ({**COUNTED, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, False),
+        ({**COUNTED, "content": ""}, False),
+        (MORE, False),
+    ],
+)
+def test_which_messages_ollamas_chat_goes_on_with(
+    client: TestClient, renderer: FakeRenderer, last: dict[str, Any], continues: bool
+) -> None:
+    asked = {"model": "tiny", "messages": [COUNT, last], "stream": False}
+    assert client.post("/api/chat", json=asked).status_code == 200
+    assert renderer.calls[0]["continues"] is continues
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [COUNT, COUNTED], "continue_final_message": True}),
+        ("/v1/messages", {"messages": [COUNT, COUNTED], "max_tokens": 50}),
+        ("/v1/responses", {"input": [COUNT, {**COUNTED, "type": "message", "status": "incomplete"}]}),
+        ("/api/chat", {"messages": [COUNT, COUNTED], "stream": False}),
+    ],
+)
+def test_a_turn_is_evaluated_ahead_with_what_its_reply_continues(path: str, asked: dict[str, Any]) -> None:
+    engine = FakeEngine(Script((" 4, 5, 6,", " 7, 8, 9")))
+    with TestClient(create_app(engine, fake_model(renderer=FakeRenderer()), ServerConfig())) as client:
+        assert client.post(path, json={"model": "tiny", **asked}).status_code == 200
+        until(lambda: bool(engine.idle_requests))
+    [ahead] = engine.idle_requests
+    whole = f"<user>{COUNT['content']}<assistant>1, 2, 3, 4, 5, 6, 7, 8, 9<user>"
+    assert "".join(map(chr, ahead.tokens)).startswith(whole)

@@ -10,12 +10,13 @@ from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
 from server.api.anthropic.api import ANTHROPIC, error_type
-from server.api.anthropic.conversation import IN_MESSAGES
+from server.api.anthropic.conversation import IN_MESSAGES, MessagesBody
 from server.api.app import ADMIN_ROUTES, APIS
 from server.api.bodies import Rules
+from server.api.decisions.api import DECISIONS, SYSTEM_ONE
 from server.api.dialect import Endpoint
 from server.api.errors import Code
-from server.api.generation import IGNORED_OPTIONS, IN_BOTH, IN_TEXT, Options
+from server.api.generation import IGNORED_OPTIONS, IN_BOTH, IN_TEXT, Options, SamplingBody, SharedBody
 from server.api.llama_cpp import api as llama_cpp
 from server.api.ollama import generate as ollama
 from server.api.ollama.api import OLLAMA
@@ -38,6 +39,7 @@ from tests.support.docs import DOCS, Page
 SHARED = "api.md"
 PAGES = {OPENAI: SHARED, ANTHROPIC: "anthropic.md", OLLAMA: "ollama.md", RESPONSES: "responses.md"}
 PAGES[llama_cpp.LLAMA_CPP] = "llama_cpp.md"
+PAGES |= dict.fromkeys((SYSTEM_ONE, DECISIONS), "decisions.md")
 AS_IN_ITS_API = {
     *("first_id", "last_id", "has_more", "data", "lifecycle", "display_name", "created_at", "max_input_tokens"),
     *("definition", "tool_name", "tool_references", "generate_summary"),
@@ -100,7 +102,8 @@ def test_every_endpoint_is_documented_and_exists() -> None:
 
 @pytest.mark.parametrize("api", APIS, ids=PAGES.get)
 def test_every_field_is_documented_and_exists(api: Any) -> None:
-    page, fields = Page(PAGES[api]).text, fields_of(*api.routes)
+    of_page = [route for other in APIS if PAGES[other] == PAGES[api] for route in other.routes]
+    page, fields = Page(PAGES[api]).text, fields_of(*of_page)
     shared = "".join(Page(name).text for name in (SHARED, "embeddings.md"))
     named = {word for name in fields for word in name.split(".")}
     assert named - words(page) - words(shared) - AS_IN_ITS_API == set()
@@ -168,3 +171,10 @@ def test_every_code_of_an_error_is_documented_with_its_status_and_type() -> None
     found = re.findall(r"^\| ([0-9, ]+) \| `([a-z_]+)` \|$", Page("anthropic.md").section("Errors"), re.MULTILINE)
     types = {int(status): kind for statuses, kind in found for status in statuses.split(",")}
     assert types == {code.status: error_type(code.status) for code in Code}
+
+
+def test_no_setting_of_sampling_is_ignored_where_it_would_change_the_answer() -> None:
+    changes_nothing_alone = {name for name in SamplingBody.model_fields if name.endswith(("_size", "_last_n"))}
+    changes_nothing_alone |= {"xtc_threshold", "dry_base", "dry_allowed_length", "dry_sequence_breakers"}
+    samples = SamplingBody.model_fields.keys() - SharedBody.model_fields.keys() - changes_nothing_alone
+    assert samples <= {*MessagesBody.model_fields, *IN_MESSAGES}

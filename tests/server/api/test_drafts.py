@@ -28,16 +28,6 @@ BODIES = {
 }
 
 
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def client(engine: FakeEngine) -> TestClient:
-    return TestClient(create_app(engine, fake_model(), ServerConfig()))
-
-
 def predict(client: TestClient, content: Any, **fields: Any) -> Any:
     prediction = {"type": "content", "content": content}
     return client.post(CHAT, json={"messages": HI, "prediction": prediction, **fields})
@@ -102,25 +92,6 @@ def test_a_prediction_is_text_and_no_longer_than_the_context() -> None:
         "prediction.content",
         "prediction.content: it has 201 tokens or more, and the context only 200",
     )
-
-
-@pytest.mark.parametrize(
-    ("prediction", "param"),
-    [
-        ("a", "prediction"),
-        ({"content": "a"}, "prediction.type"),
-        ({"type": "diff", "content": "a"}, "prediction.type"),
-        ({"type": "content"}, "prediction.content"),
-        ({"type": "content", "content": 5}, "prediction.content"),
-        ({"type": "content", "content": [{"type": "image_url", "text": "a"}]}, "prediction.content[0].type"),
-    ],
-)
-def test_a_malformed_prediction_is_refused_by_name(
-    client: TestClient, engine: FakeEngine, prediction: Any, param: str
-) -> None:
-    answer = client.post(CHAT, json={"messages": HI, "prediction": prediction})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert engine.requests == []
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True, "stream_options": {"include_usage": True}}])

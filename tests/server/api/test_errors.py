@@ -87,7 +87,7 @@ def test_what_is_not_in_the_table_is_our_own_fault() -> None:
     [
         ("POST", "/v1/responses/a/b", 404, "unknown_path"),
         ("GET", CHAT, 405, "method_not_allowed"),
-        ("DELETE", "/v1/models/tiny", 405, "method_not_allowed"),
+        ("PUT", "/v1/models/tiny", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
         ("GET", "/v1/models/other", 404, "model_not_found"),
         ("GET", "/v1/models/org/other", 404, "model_not_found"),
@@ -122,12 +122,6 @@ def test_without_the_key_nothing_is_served(header: str | None, method: str, path
     assert error_of(answer, 401)["code"] == "invalid_api_key"
     assert "secret" not in answer.text
     assert answer.headers["www-authenticate"] == "Bearer"
-
-
-@pytest.mark.parametrize("header", ["Bearer secret", "bearer secret", "Bearer  secret "])
-def test_with_the_key_everything_is(header: str) -> None:
-    answer = client_of(api_key="secret").post(CHAT, json=HI, headers={"Authorization": header})
-    assert answer.status_code == 200
 
 
 def test_health_needs_no_key_but_shows_numbers_only_with_it() -> None:
@@ -186,16 +180,17 @@ def test_a_draining_server_takes_nothing_new() -> None:
 
 
 def test_health_does_not_wait_for_a_running_request() -> None:
-    engine = FakeEngine(Script(prefill_seconds=30))
+    engine = FakeEngine(max_texts=0)
     app = create_app(engine, fake_model(), ServerConfig())
 
     async def scenario() -> None:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             running = asyncio.create_task(client.post(CHAT, json=HI))
-            while not engine.requests:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            health = await asyncio.wait_for(client.get("/health"), 5)
+            async with asyncio.timeout(120):
+                while not engine.requests:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            health = await asyncio.wait_for(client.get("/health"), 120)
             assert health.json()["engines"]["tiny"]["open_requests"] == 1
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

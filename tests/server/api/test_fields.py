@@ -70,16 +70,6 @@ OTHERS = "reasoning thinking top_a transforms plugins prompt_mode safe_prompt ra
 ELSEWHERE = {*f"{VLLM} {SGLANG} {LLAMA_CPP} {OLLAMA} {LM_STUDIO} {TGI} {MLX_LM} {OTHERS}".split()}
 
 
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def client(engine: FakeEngine) -> TestClient:
-    return TestClient(create_app(engine, fake_model(), ServerConfig()))
-
-
 def post(client: TestClient, path: str, **fields: Any) -> Any:
     prompt: Mapping[str, Any] = (
         {"prompt": "Hi"} if path == TEXT else {"messages": [{"role": "user", "content": "Hi"}]}
@@ -127,13 +117,8 @@ def test_ollamas_options_are_taken_and_the_bodys_own_fields_come_first(
     client: TestClient, engine: FakeEngine, path: str
 ) -> None:
     options = {
-        "num_ctx": 65536,
-        "num_predict": 7,
-        "temperature": 0.5,
-        "seed": -3,
-        "repeat_penalty": 1.2,
-        "stop": ["x"],
-    }
+        "num_ctx": 65536, "num_predict": 7, "temperature": 0.5, "seed": -3, "repeat_penalty": 1.2, "stop": ["x"],
+    }  # fmt: skip
     assert post(client, path, options={"num_ctx": 65536}).status_code == 200
     assert post(client, path, options=options, temperature=0).status_code == 200
     assert post(client, path, options={"num_predict": -1}, max_tokens=3, stop="y").status_code == 200

@@ -19,10 +19,11 @@ from server.api.conversation import Conversation
 from server.api.responses.output import AnswerOutput, ClientTool, ToolSet
 from server.app.config import ServerConfig
 from server.engine.output import CallConstraint
+from server.engine.request import FinishReason
 from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
 from tests.support.apps import create_app
-from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
+from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.fake_grammar import FakeCompiler
 
 CHAT = "/v1/chat/completions"
@@ -46,13 +47,6 @@ ASKED: dict[str, Any] = {
     "extra_body": {},
 }
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tiny_models.write("qwen3", tmp_path_factory.mktemp("forced") / "tiny")
-    with serving(folder) as server:
-        yield server
 
 
 def named(name: str) -> dict[str, Any]:
@@ -96,19 +90,6 @@ def test_a_random_model_calls_what_it_must(
     assert called <= names
 
 
-def test_a_stream_holds_the_same_call(live: Live) -> None:
-    asked = {**ASKED, "tool_choice": named("weather"), "seed": 4}
-    whole = live.ask(user("x"), **asked).choices[0].message.tool_calls[0].function
-    deltas = [
-        call.function
-        for chunk in live.ask(user("x"), **asked, stream=True)
-        for choice in chunk.choices
-        for call in choice.delta.tool_calls or []
-    ]
-    assert deltas[0].name == whole.name
-    assert "".join(delta.arguments or "" for delta in deltas) == whole.arguments
-
-
 def test_an_answer_bound_to_json_may_be_a_call_where_tools_are_offered(live: Live) -> None:
     answer_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["said"]}}}
     start = tiny_models.tokenizer().convert_tokens_to_ids("<tool_call>")
@@ -119,23 +100,6 @@ def test_an_answer_bound_to_json_may_be_a_call_where_tools_are_offered(live: Liv
             assert message.content == '"said"' and not message.tool_calls
         else:
             assert message.tool_calls and all(fits(call) for call in message.tool_calls)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tool_choice": "required"},
-        {"tools": TOOLS, "tool_choice": named("nope")},
-        {"tools": TOOLS, "tool_choice": allowed("now", "nope")},
-        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
-        {"tools": TOOLS, "tool_choice": {"type": "function"}},
-        {"tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "now"}}},
-    ],
-)
-def test_calls_that_cannot_be_forced_are_refused_in_words(live: Live, fields: dict[str, Any]) -> None:
-    answer = live.post(CHAT, messages=[user("x")], **fields)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "tool_choice"
 
 
 def test_a_model_whose_calls_nothing_binds_says_so() -> None:
@@ -373,84 +337,47 @@ def test_strict_tools_bind_where_the_model_can_be_bound(
     assert (engine.requests[0].grammar is not None) == is_bound
 
 
-def cut(live: Live, path: str, **fields: Any) -> Any:
-    body = {"model": "tiny", "messages": [user("x")], "logit_bias": {str(THINK): -100}, "seed": 4, **fields}
-    answer = live.post(path, **body)
-    assert answer.status_code == 200, answer.text
-    return answer
+WRITTEN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 1}}'
 
 
-@pytest.mark.parametrize("choice", [named("weather"), "required"])
-def test_a_forced_call_that_the_limit_cuts_is_unfinished(live: Live, choice: Any) -> None:
-    asked = {"tools": TOOLS, "tool_choice": choice, "temperature": 1}
-    seen = set()
-    for limit in range(1, 60, 5):
-        whole = cut(live, CHAT, max_tokens=limit, **asked).json()["choices"][0]
-        said, calls = whole["message"]["content"], whole["message"].get("tool_calls", [])
-        assert said in (None, "")
-        if whole["finish_reason"] == "tool_calls":
-            break
-        assert whole["finish_reason"] == "length"
-        for call in calls[:-1]:
-            json.loads(call["function"]["arguments"])
-        seen |= {call["function"]["arguments"] for call in calls[-1:]}
-        lines = cut(live, CHAT, max_tokens=limit, stream=True, **asked).text.splitlines()
-        deltas = [one["choices"][0]["delta"] for one in (json.loads(x[6:]) for x in lines if x.startswith("data: {"))]
-        told = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
-        assert not any(delta.get("content") for delta in deltas)
-        assert "".join(told) == "".join(call["function"]["arguments"] for call in calls)
-    assert any(text and not text.endswith("}") for text in seen), "an unfinished call holds what it has"
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+@pytest.mark.parametrize("length", range(2, len(WRITTEN), 4))
+def test_a_forced_call_that_is_cut_is_unfinished_and_no_dialect_tells_its_markup(
+    length: int, reason: FinishReason
+) -> None:
+    """OpenAI's holds what it has, Anthropic's is an unfinished block, that of Responses an incomplete item."""
+    script = Script((WRITTEN[: length // 2], WRITTEN[length // 2 : length]), reason, stop_text="x")
+    model = fake_model(grammars=FakeCompiler(), call_format=HERMES, context_tokens=2000)
+    client = TestClient(create_app(FakeEngine(script), model, ServerConfig()))
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [user("x")],
+        "tools": TOOLS,
+        "tool_choice": named("weather"),
+    }
+    whole = client.post(CHAT, json=asked).json()["choices"][0]
+    calls = whole["message"].get("tool_calls", [])
+    assert not whole["message"]["content"] and whole["finish_reason"] == reason.value
+    assert len(calls) == (length > WRITTEN.index("Rome"))
+    assert not any(call["function"]["arguments"].endswith("}}") for call in calls)
+    lines = client.post(CHAT, json={**asked, "stream": True}).text.splitlines()
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+    told = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert not any(delta.get("content") for delta in deltas)
+    assert "".join(told) == "".join(call["function"]["arguments"] for call in calls)
 
-
-def test_a_forced_call_that_a_stop_string_cuts_is_unfinished(live: Live) -> None:
-    asked = {"tools": TOOLS, "tool_choice": named("weather"), "temperature": 1, "max_tokens": 200}
-    for stop in ("<tool_call>", "_call>", "name", '"city"', "days"):
-        whole = cut(live, CHAT, stop=[stop], **asked).json()["choices"][0]
-        assert (whole["message"]["content"] or "", whole["finish_reason"]) == ("", "stop"), stop
-
-
-def test_other_dialects_tell_no_markup_of_a_call_that_is_cut(live: Live) -> None:
-    """Anthropic's ends as an unfinished block, that of Responses as an incomplete item; both can be asked again."""
-    weather = {"name": "weather", "description": "", "input_schema": WEATHER}
-    function = {"type": "function", "name": "weather", "parameters": WEATHER}
-    kinds = set()
-    # Drawn at random: few answers of the last begin without a thought, so there may be many rounds.
-    for limit in (1, 9, 17, 25, 33, 37, 41, 45) * 24:
-        sampling = {"temperature": 1, "thinking": {"type": "disabled"}}
-        anthropic = live.post(
-            "/v1/messages",
-            model="tiny",
-            messages=[user("x")],
-            tools=[weather],
-            tool_choice={"type": "tool", "name": "weather"},
-            max_tokens=limit,
-            **sampling,
-        ).json()
-        if anthropic["stop_reason"] == "max_tokens":
-            blocks = [block for block in anthropic["content"] if block["type"] != "thinking"]
-            assert [block["type"] for block in blocks] in ([], ["tool_use"])
-            kinds |= {block["type"] for block in blocks}
-        response = live.post(
-            "/v1/responses",
-            model="tiny",
-            input="x",
-            tools=[function],
-            tool_choice={"type": "function", "name": "weather"},
-            max_output_tokens=limit,
-            reasoning={"effort": "none"},
-        ).json()
-        if response["status"] == "incomplete":
-            items = [item for item in response["output"] if item["type"] != "reasoning"]
-            assert [item["type"] for item in items] in ([], ["function_call"])
-            assert all(item["status"] == "incomplete" for item in items)
-            kinds |= {item["type"] for item in items}
-            again = live.post(
-                "/v1/responses", model="tiny", input="y", max_output_tokens=1, previous_response_id=response["id"]
-            )
-            assert again.status_code == 200, again.text
-        if limit == 45 and kinds == {"tool_use", "function_call"}:
-            break
-    assert kinds == {"tool_use", "function_call"}
+    weather = {"name": "weather", "input_schema": WEATHER}
+    asked = {"max_tokens": 50, "messages": [user("x")], "tools": [weather]}
+    blocks = client.post("/v1/messages", json={**asked, "tool_choice": {"type": "tool", "name": "weather"}}).json()
+    assert [block["type"] for block in blocks["content"]] == ["tool_use"] * len(calls)
+    function = {"type": "function", **NAMED}
+    choice = {"type": "function", "name": "weather"}
+    items = client.post("/v1/responses", json={"input": "x", "tools": [function], "tool_choice": choice}).json()
+    assert [item["type"] for item in items["output"]] == ["function_call"] * len(calls)
+    if reason is FinishReason.LENGTH:
+        assert items["status"] == "incomplete" and {item["status"] for item in items["output"]} <= {"incomplete"}
+        again = {"input": "y", "previous_response_id": items["id"]}
+        assert client.post("/v1/responses", json=again).status_code == 200
 
 
 def is_forced_to(schema: Any, arguments: str) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from models.texts import shared_length
 from server.api.healing import MIN_SYSTEM_CHARACTERS, changed_lines, system_in_front
 from server.app.config import ConfigError, ServerConfig, from_environment, merge
 from tests.support.apps import create_app
@@ -37,12 +38,16 @@ class Served:
     def ask(self, *messages: dict[str, Any], key: str = "ours", **fields: Any) -> list[str]:
         """The messages that the template gets."""
         self.renderer.calls.clear()
+        self.engine.requests.clear()
         body = {"messages": list(messages), **fields}
         answer = self.client.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == 200, answer.text
         self.healed = answer.json()["cache"]["healed"]
-        self.tools = self.renderer.calls[0]["tools"]
-        shown = self.renderer.calls[0]["messages"]
+        prompt = self.engine.requests[0].tokens.tolist()
+        call = next(
+            call for call in self.renderer.calls if self.renderer.render(call["messages"]).tokens.tolist() == prompt
+        )
+        self.tools, shown = call["tools"], call["messages"]
         return [f"{one['role']}: {self.renderer._text(one['content'])}" for one in shown]
 
 
@@ -64,9 +69,27 @@ def test_a_changed_line_of_the_system_message_is_a_note_that_keeps_its_place() -
     history = [user("One"), assistant("Yes.")]
     later = served.ask(system("M b.py"), *history, user("Go on"))
     assert later[:3] == [*first, "assistant: Yes."] and "M b.py" in later[3] and later[4:] == ["user: Go on"]
-    history += [user("Go on"), assistant("Done.")]
+    history += [user("Go on"), assistant("Done, and this is longer than a note that all is as it was. " * 2)]
     back = served.ask(system("clean"), *history, user("What now?"))
     assert back[: len(later)] == later and "again" in back[-2] and back[-1] == "user: What now?"
+
+
+@pytest.mark.parametrize("place", range(0, 21, 4))
+@pytest.mark.parametrize("history", [[], [user("One"), assistant("Yes.")]])
+def test_no_note_has_more_to_evaluate_than_the_prompt_as_sent(place: int, history: list[dict[str, Any]]) -> None:
+    rules = RULES.splitlines()
+
+    def asked(served: Served, status: str) -> str:
+        text = "\n".join([*rules[:place], f"Git status: {status}", *rules[place:]])
+        return "\n".join(served.ask({"role": "system", "content": text}, *history, user("Two")))
+
+    def num_new(*heals: str) -> int:
+        served = Served(*heals)
+        before = asked(served, "clean")
+        after = asked(served, "M a.py")
+        return len(after) - shared_length(before, after)
+
+    assert num_new("tiny=git") <= num_new()
 
 
 def test_a_conversation_that_begins_with_the_same_question_has_its_own_notes() -> None:

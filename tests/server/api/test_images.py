@@ -12,17 +12,17 @@ from models.errors import InvalidImage
 from models.prompt.pictures import Picture
 from models.vision.image_files import read_header
 from server.api.conversation import cut_at_last_point, next_turn_request
-from server.api.images import MAX_NEW_IMAGES, UNREAD, UNREADABLE, image_part, with_pictures
+from server.api.images import MAX_NEW_IMAGES, UNREADABLE, image_part, with_pictures
 from server.app.config import ServerConfig
 from server.engine.request import GenerationRequest
-from tests.models.prompt.test_pictures_in_templates import renderer_of
+from server.pool.served import ListedModel
+from tests.models.prompt.test_pictures import renderer_of
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.fake_vision import picture_of
 from tests.support.tiny_vision import image
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-LINE = UNREAD.format("image")
 A, B = image(1), image(2)
 ASKED = {"role": "user", "content": "Go on."}
 SEEN = {"role": "assistant", "content": "I see."}
@@ -63,7 +63,8 @@ class Asked:
         vision: Any = SimpleNamespace(open=opened) if sees else None
         renderer: Any = renderer_of()
         model = fake_model(renderer=renderer, context_tokens=2000, vision=vision)
-        self.client = TestClient(create_app(self.engine, model, ServerConfig()))
+        self.app = create_app(self.engine, model, ServerConfig())
+        self.client = TestClient(self.app)
 
     def post(self, path: str, *messages: Any, **fields: Any) -> Any:
         return self.client.post(path, json={"messages": [*messages], "max_tokens": 4, **fields})
@@ -137,6 +138,8 @@ def test_a_model_that_sees_is_not_told_that_it_reads_no_images() -> None:
     (message,) = with_pictures(history, vision)
     assert [part.get("picture") is not None for part in message["content"]] == [False, True]
     assert message["content"][0]["text"] == UNREADABLE
+    (said,) = with_pictures([{"role": "system", "content": [image_part({"image": encoded(A)})]}], vision)
+    assert said["content"][0]["text"] == UNREADABLE and "picture" not in said["content"][0]
 
 
 @pytest.mark.parametrize(
@@ -152,17 +155,6 @@ def test_a_message_holds_twenty_images_and_a_history_more() -> None:
     assert asked.post(CHAT, user(*many)).status_code == 400
     request = asked.request(CHAT, user(*many[1:]), SEEN, user(*many[:5]), SEEN, ASKED)
     assert len(request.pictures.placed) == 25
-
-
-def test_the_session_of_a_model_that_sees_nothing_goes_on() -> None:
-    asked = Asked(sees=False)
-    assert asked.post(CHAT, user(chat_image(A))).status_code == 400
-    assert not asked.request(CHAT, user(chat_image(A)), SEEN, ASKED).pictures.placed
-
-
-def test_the_assistants_images_are_a_line() -> None:
-    said = {"role": "assistant", "content": [text("I drew:"), chat_image(A)]}
-    assert not Asked().request(CHAT, ASKED, said, ASKED).pictures.placed
 
 
 def test_ids_of_pictures_are_shown_as_words() -> None:
@@ -236,7 +228,12 @@ def test_ollamas_messages_show_images() -> None:
     assert shown(asked.engine.requests[-1]) == [A, B]
     bad = {**ASKED, "images": [encoded(DAMAGED)]}
     no_list = {**ASKED, "images": encoded(A)}
-    for messages, status in (([bad], 400), ([bad, SEEN, ASKED], 200), ([no_list], 400)):
+    for messages, status in (
+        ([bad], 400),
+        ([bad, SEEN, ASKED], 200),
+        ([no_list], 400),
+        ([no_list, SEEN, ASKED], 400),
+    ):
         assert asked.client.post("/api/chat", json={**body, "messages": messages}).status_code == status
 
 
@@ -246,6 +243,8 @@ def test_listings_say_who_sees(sees: bool) -> None:
     assert client.get("/props").json()["modalities"]["vision"] is sees
     assert ("vision" in client.post("/api/show", json={"model": "tiny"}).json()["capabilities"]) is sees
     assert client.get("/api/v1/models").json()["models"][0]["capabilities"]["vision"] is sees
+    assert ("vision" in client.get("/v1/models").json()["data"][0]["capabilities"]) is sees
+    assert ("vision" in ListedModel("unloaded", has_tower=sees).capabilities) is sees
 
 
 def test_idle_work_evaluates_pictures_too() -> None:
@@ -257,3 +256,23 @@ def test_idle_work_evaluates_pictures_too() -> None:
     assert ahead is not None and ahead.pictures is prompt.pictures
     cut = cut_at_last_point(prompt, (RestorePointKind.USER_START,))
     assert not cut.pictures.placed and cut_at_last_point(prompt, (RestorePointKind.PROMPT_END,)).pictures.placed
+
+
+def test_a_state_shows_images_where_it_names_them() -> None:
+    asked = Asked()
+    question = {"type": "noul", "instructions": "Is it red?"}
+    state = {"first": "pic-1", "same": "see pic-1.", "other": "pic-2"}
+    assets = {"pic-1": {"type": "image", "data_base64": encoded(A)}, "pic-2": {"data_base64": encoded(B)}}
+    body = {"state": state, "assets": assets, "questions": {"q": question, "r": question}}
+    answer = asked.client.post("/v1/systemone", json=body)
+    assert answer.status_code == 200, answer.text
+    (request,) = asked.engine.requests
+    assert shown(request) == [A, A, B]
+    assert all(one.tokens[: len(request.tokens)].tolist() == request.tokens.tolist() for one in request.questions)
+    part = {"type": "input_image", "image_url": f"data:image/png;base64,{encoded(A)}"}
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "Look:"}, part]}]
+    questions = [{"type": "predicate", "instructions": "Is it red?"}]
+    assert asked.client.post("/v1/decisions", json={"input": items, "questions": questions}).status_code == 200
+    assert shown(asked.engine.requests[-1]) == [A]
+    damaged = {"pic-1": {"data_base64": encoded(DAMAGED)}, "pic-2": {"data_base64": encoded(B)}}
+    assert asked.client.post("/v1/systemone", json={**body, "assets": damaged}).status_code == 422

@@ -17,8 +17,6 @@ from scripts.bench.serving_client import Messages
 from scripts.bench.serving_prompts import PerfectCache, TextMaker, with_answer
 from server.app.config import ServerConfig
 from server.app.service import open_service
-from server.diagnosis.causes import Cause
-from server.doctor.findings import checkup_of, findings_of
 from server.engine.engine import Engine
 from tests.support import tiny_models
 from tests.support.apps import create_app
@@ -84,7 +82,7 @@ class serving:  # noqa: N801 - a context manager reads as a verb
     """Serves a model folder while the block runs."""
 
     def __init__(self, folder: Path | str, **settings: Any) -> None:
-        config = ServerConfig(models=(str(folder),), cache_memory_bytes=1 << 28, **settings)
+        config = ServerConfig(models=(str(folder),), **{"cache_memory_bytes": 1 << 28, **settings})
         service = open_service(config)
         self._engine, self._model = service.engine, service.model.id
         self._server = running(create_app(service.engine, service.model, config))
@@ -173,21 +171,6 @@ def test_a_clock_that_moves_with_each_turn_costs_only_what_follows_it(live: Live
     assert num_cached > num_history - 16
 
 
-def test_a_clock_in_the_system_prompt_is_told_with_what_it_cost(live: Live) -> None:
-    named: dict[str, Any] = {"extra_body": {"session_id": "clocked", "ignore_eos": True}}
-    history: list[Any] = []
-    for minute in (16, 17, 18):
-        history.append(user(f"Question {minute}?"))
-        answer = live.ask({"role": "system", "content": f"It is 09:{minute}. " + "Be kind. " * 40}, *history, **named)
-        history.append(assistant(answer.choices[0].message.content))
-    key = {"Authorization": "Bearer none"}
-    session = live.http.get("/v1/sessions/clocked", headers=key).json()
-    assert [turn["miss"] and turn["miss"]["reason"] for turn in session["turns"]][1:] == ["system_changed"] * 2
-    assert all(turn["lost_tokens"] > 40 and turn["lost_seconds"] > 0 for turn in session["turns"][1:])
-    (finding,) = findings_of(checkup_of(session).losses)
-    assert (finding.cause, finding.turns) == (Cause.CLOCK, 2)
-
-
 def test_another_key_neither_reuses_state_nor_sees_the_session(live: Live) -> None:
     body = {"messages": [SYSTEM, user("Is this mine?")], "session_id": "mine", "max_tokens": 2}
     for key, is_known in (("one", False), ("two", False), ("one", True)):
@@ -240,17 +223,6 @@ def test_a_bias_and_a_stop_string_reach_the_sampler(live: Live) -> None:
     assert stopped.choices[0].finish_reason == "stop"
 
 
-def test_a_plain_completion_goes_on_where_its_own_output_ended(live: Live) -> None:
-    def complete(prompt: str) -> str:
-        answer = live.client.completions.create(model="tiny", prompt=prompt, **GREEDY)
-        return str(answer.choices[0].text)
-
-    first = complete("Once upon a time")
-    assert complete("Once upon a time") == first
-    for prompt in ("Once upon a time" + first, "x", "Once upon a time" + first):
-        assert complete(prompt)
-
-
 def raw_request(live: Live, **fields: Any) -> socket.socket:
     fields = {"messages": [user("Tell me a long story")], "ignore_eos": True, **fields}
     return raw_post(live.address, "/v1/chat/completions", fields)
@@ -275,51 +247,26 @@ def test_a_client_that_vanishes_frees_the_engine(live: Live, stream: bool) -> No
     assert live.text(user("Hello there"))
 
 
-CHAT_KILLERS: list[dict[str, Any]] = [
-    {"top_k": 10**9, "temperature": 1, "max_tokens": 2},
+EXTREMES: list[dict[str, Any]] = [
+    {"top_k": 10**9, "temperature": 1},
     {"xtc_probability": 1, "xtc_threshold": 0.9},
-    {"stop": 5},
-    {"stop": [5]},
-    {"stop": "", "max_tokens": 2},
-    {"max_tokens": 2.0, "repeat_penalty": 1.3, "seed": 5.0},
-    {"logit_bias": {"999999": 100}},
-    {"logit_bias": {"-1": 100}},
-    {"seed": -1, "max_tokens": 2},
-    {"seed": 2**70},
-    {"seed": 2**63 - 1, "max_tokens": 2},
-    {"temperature": float("nan")},
-    {"temperature": 1e-320, "max_tokens": 2},
-    {"max_tokens": 0},
-    {"max_tokens": -5},
-    {"n": 3},
+    {"stop": "", "repeat_penalty": 1.3, "seed": 5.0},
+    {"seed": 2**63 - 1},
+    {"temperature": 1e-320},
+    {"min_p": 1, "temperature": 2},
+    {"top_p": 0, "n": 3},
     {"response_format": {"type": "json_object"}},
-    {"repetition_penalty": 0},
-    {"min_p": 1, "temperature": 2, "max_tokens": 2},
-    {"top_p": 0, "max_tokens": 2},
-    {"messages": []},
-    {"messages": [{"role": "user"}]},
-    {"messages": [user("x" * 100_000)]},
-    {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 2},
-    {"enable_thinking": False, "max_tokens": 2},
+    {"chat_template_kwargs": {"enable_thinking": True}},
 ]
-KILLERS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"prompt": ""}),
-    ("/v1/completions", {"prompt": []}),
-    ("/v1/completions", {"prompt": ["a", "b"]}),
-    ("/v1/completions", {"prompt": [10**9]}),
-    ("/v1/completions", {"prompt": [-1]}),
-    ("/v1/completions", {"prompt": "x" * 100_000}),
-    *[("/v1/chat/completions", {"messages": [user("x")]} | fields) for fields in CHAT_KILLERS],
-]
+"""What is served although a sampler might fail by it."""
 
 
 def test_no_request_stops_the_server_for_the_others(live: Live) -> None:
     before = live.text(user("Are you there?"))
-    for path, fields in KILLERS:
-        answer = live.post(path, **{"max_tokens": 8} | fields)
-        assert answer.status_code in (200, 400), (path, str(fields)[:80], answer.text)
-        if answer.status_code == 400:
-            assert answer.json()["error"]["message"]
+    for fields in EXTREMES:
+        answer = live.post("/v1/chat/completions", messages=[user("x")], max_tokens=4, **fields)
+        assert answer.status_code == 200 or "response_format" in fields, (fields, answer.text)
+    assert live.post("/v1/completions", prompt="x" * 100_000).status_code == 400
     assert live.text(user("Are you there?")) == before
     assert live.post("/v1/nowhere").status_code == 404
     assert live.http.get("/health").json()["status"] == "ok"

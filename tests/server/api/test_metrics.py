@@ -67,13 +67,6 @@ def test_seconds_are_saved_at_the_pace_of_long_prompts() -> None:
     assert saved > 0
 
 
-def test_several_choices_are_one_request() -> None:
-    client = client_of(FakeEngine())
-    assert client.post(CHAT, json={**HI, "n": 3}).status_code == 200
-    assert value(client, "mlx_serve_e2e_request_latency_seconds_count") == 1
-    assert value(client, "mlx_serve_generation_tokens_total") == 9
-
-
 def test_what_fails_is_counted_by_its_reason() -> None:
     client = client_of(FakeEngine(Script(error=OutOfMemory("no memory"))))
     assert client.post(CHAT, json=HI).status_code >= 400

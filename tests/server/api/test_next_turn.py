@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from models.prompt.chat_template import RenderedPrompt
-from server.api import answer
 from server.api.conversation import MIN_TOKENS_AHEAD, next_turn_request
 from server.engine.request import GenerationRequest, Priority
 from tests.server.api.test_live import Live, assistant, serving, until, user
@@ -67,22 +66,12 @@ def thinking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_next_turn_evaluates_only_its_new_message(
-    thinking: Live, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    evaluated: list[bool] = []
-    evaluate_ahead = answer._evaluate_ahead
-
-    async def watch(*args: Any) -> None:
-        await evaluate_ahead(*args)
-        evaluated.append(True)
-
-    monkeypatch.setattr(answer, "_evaluate_ahead", watch)
+def test_the_next_turn_evaluates_only_its_new_message(thinking: Live, stream: bool, num_ahead: list[None]) -> None:
     system = {"role": "system", "content": f"Answers are evaluated, streamed or not ({stream}). " * 4}
     options = {"extra_body": {"session_id": f"s{stream}", "ignore_eos": True}, "max_tokens": 200}
     ask = thinking.streamed if stream else thinking.text
     first = ask(system, user("one"), **options)
-    until(lambda: bool(evaluated))
+    until(lambda: bool(num_ahead))
     second = thinking.ask(system, user("one"), assistant(first), user("two"), **options)
     assert second.model_extra["timings"]["prompt_n"] < 64 < second.usage.completion_tokens
 
@@ -108,28 +97,28 @@ def in_message(text: str) -> list[dict[str, Any]]:
     return [user(text), {"role": "system", "content": NOTE}]
 
 
-def _is_long(values: list[bool], length: int) -> bool:
-    return len(values) == length
-
-
 @pytest.mark.parametrize("newest", [in_text, in_message])
 def test_a_note_that_moves_on_costs_no_reply_once_it_has_moved(
-    thinking: Live, newest: Any, monkeypatch: pytest.MonkeyPatch
+    thinking: Live, newest: Any, num_ahead: list[None]
 ) -> None:
-    evaluate_ahead, evaluated = answer._evaluate_ahead, list[bool]()
+    def is_evaluated(num_turns: int) -> bool:
+        return len(num_ahead) == num_turns
 
-    async def watch(*args: Any) -> None:
-        await evaluate_ahead(*args)
-        evaluated.append(True)
-
-    monkeypatch.setattr(answer, "_evaluate_ahead", watch)
     options: Any = {"extra_body": {"session_id": newest.__name__, "ignore_eos": True}, "max_tokens": 150}
     history: list[dict[str, Any]] = [{"role": "system", "content": f"You write code, {newest.__name__}. " * 4}]
     num_evaluated = list[int]()
     for turn, text in enumerate(("one", "two", "three"), 1):
         answered = thinking.ask(*history, *newest(text), **options)
         num_evaluated.append(answered.model_extra["timings"]["prompt_n"])
-        until(partial(_is_long, evaluated, turn))
+        until(partial(is_evaluated, turn))
         history += [user(text), assistant(answered.choices[0].message.content)]
     note = len(tiny_models.tokenizer().tokenize(NOTE))
+    # The note stays while the tools of a question answer.
+    steps = [assistant("I look. " * 20), {"role": "tool", "tool_call_id": "c", "content": "Seen. " * 20}]
+    thinking.ask(*history, *newest("four"), **options)
+    answered = thinking.ask(*history, *newest("four"), *steps, **options)
+    until(partial(is_evaluated, 5))
+    history += [user("four"), *steps, assistant(answered.choices[0].message.content)]
+    last = thinking.ask(*history, *newest("five"), **options).model_extra["timings"]["prompt_n"]
+    assert last < note + 64, (last, note)
     assert num_evaluated[1] > note + 150 > note + 64 > num_evaluated[2], (num_evaluated, note)

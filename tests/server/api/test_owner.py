@@ -35,6 +35,26 @@ def test_who_sits_at_the_machine_sees_all(host: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("api_key", "headers", "said"),
+    [
+        (
+            None,
+            {"Via": "1.1 proxy"},
+            "without a key on its own machine, or by an operator's key from a file for --api-keys",
+        ),
+        (
+            "secret",
+            {"Authorization": "Bearer secret"},
+            "it has none; give one with operator = true in a file for --api-keys",
+        ),
+    ],
+)
+def test_who_may_not_is_told_what_to_set(api_key: str | None, headers: dict[str, str], said: str) -> None:
+    answer = serving(HERE, api_key).get("/v1/cache/export", headers=headers)
+    assert answer.status_code == 403 and said in answer.json()["error"]["message"].replace("of which ", "")
+
+
+@pytest.mark.parametrize(
     ("host", "api_key", "headers"),
     [
         (ELSEWHERE, None, {}),

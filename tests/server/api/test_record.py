@@ -11,10 +11,9 @@ import pytest
 
 from models.inference.sampling_params import SamplingParams
 from server.api import record as module
-from server.api.activity import ended_fields
+from server.api.activity import MAX_NAMESPACES, Activity, EventLog, LostTokens, ended_fields
 from server.api.observe import span_attributes
 from server.api.record import Arrival, OpenRequest, RequestRecord, ended_entry
-from server.app.config import ServerConfig
 from server.diagnosis.account import Name
 from server.diagnosis.causes import Miss, MissReason, Reuse
 from server.engine.request import (
@@ -27,10 +26,9 @@ from server.engine.request import (
     OutOfMemory,
     Progress,
     Started,
+    StepFailed,
     Timings,
 )
-from tests.support.apps import create_app
-from tests.support.fake_engine import FakeEngine, fake_model
 
 ARRIVAL = Arrival("/v1/chat/completions", received=100.0, key_name="alice")
 REQUEST = GenerationRequest(
@@ -131,14 +129,6 @@ def test_a_trace_tells_why_a_request_ended() -> None:
     assert span_attributes(recorded(OpenRequest(REQUEST, "m", of_text)))["gen_ai.operation.name"] == "text_completion"
 
 
-def test_a_request_that_never_held_a_slot_is_no_turn_of_its_session() -> None:
-    context = create_app(FakeEngine(), fake_model(), ServerConfig()).state.api
-    for record in (recorded(opened(name=Name("ours", "s"))), WELL):
-        for tell in context.subscribers:
-            tell(record)
-    assert [session.num_turns for session in context.sessions.of("ours")] == [1]
-
-
 def test_the_time_to_go_follows_from_the_speed_of_late(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,3 +141,65 @@ def test_the_time_to_go_follows_from_the_speed_of_late(
         one.observe(Progress(evaluated, 50))
     told: list[Any] = [entry.msg for entry in caplog.records]
     assert [one.tokens_per_second for one in told] == [20 / 4, 6 / 6]
+
+
+# --------------------------------------------- sums: of a namespace, and of all together
+
+
+def make() -> Activity:
+    return Activity(EventLog("e", wall=lambda: 0.0, clock=lambda: 0.0), dict)
+
+
+def of_namespace(namespace: str = "", events: Sequence[Event] = ()) -> OpenRequest:
+    tokens = np.zeros(100, np.int32)
+    one = OpenRequest(GenerationRequest("r", tokens, 9, namespace=namespace), "m", Arrival("/v1/completions", 0.0))
+    for event in events:
+        one.observe(event)
+    return one
+
+
+def answered(
+    namespace: str = "",
+    misses: tuple[Miss, ...] = (),
+    saved: float = 0.0,
+    tier: str = "memory",
+    *,
+    has_left: bool = False,
+) -> RequestRecord:
+    started = Started(0, 100, 60, 60, tier=tier, reuse=Reuse(misses))
+    end = Finished(FinishReason.STOP, 100, Timings(60, 40, 20.0, 5, 50.0))
+    events: list[Event] = [started, Delta("x", tuple(range(5))), *([] if has_left else [end])]
+    return RequestRecord((of_namespace(namespace, events),), saved_seconds=saved)
+
+
+def test_sums_are_kept_by_namespace_and_of_all() -> None:
+    totals = make()
+    totals.tell(answered("ours", (Miss(MissReason.EVICTED, lost_tokens=40),), 1.5))
+    totals.tell(answered("ours", saved=0.5, tier="disk"))
+    totals.tell(answered("theirs", saved=1.0))
+    ours, every = totals.sums_of("ours"), totals.sums_of(None)
+    assert (ours.requests, ours.succeeded, ours.prompt_tokens, ours.cached_tokens) == (2, 2, 200, 120)
+    assert ours.evaluated_tokens == 80 and ours.completion_tokens == 10 and ours.saved_seconds == 2.0
+    assert ours.restored_tokens == {"live": 0, "memory": 60, "disk": 60}
+    assert ours.misses == [LostTokens("evicted", count=1, tokens=40)]
+    assert (every.requests, every.saved_seconds) == (3, 3.0)
+    assert totals.sums_of("nobody").requests == 0
+
+
+def test_how_requests_ended_is_told_apart() -> None:
+    totals = make()
+    failed = RequestRecord((of_namespace(events=[Failed(StepFailed("x"))]),))
+    for record in (failed, answered(has_left=True), answered()):
+        totals.tell(record)
+    sums = totals.sums_of(None)
+    assert (sums.requests, sums.succeeded, sums.failed, sums.cancelled) == (3, 1, 1, 1)
+    assert sums.prompt_tokens == 200, "one that never held a slot has looked for nothing"
+
+
+def test_only_so_many_namespaces_are_remembered() -> None:
+    totals = make()
+    for number in range(MAX_NAMESPACES + 5):
+        totals.tell(answered(f"n{number}"))
+        totals.tell(answered("n0"))
+    assert totals.sums_of("n1").requests == 0 and totals.sums_of("n0").requests == MAX_NAMESPACES + 6
+    assert totals.sums_of(None).requests == 2 * (MAX_NAMESPACES + 5)

@@ -15,11 +15,6 @@ CHAT = "/v1/chat/completions"
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 
-@pytest.fixture
-def client() -> TestClient:
-    return TestClient(create_app(FakeEngine(), fake_model(), ServerConfig()))
-
-
 def ask(client: TestClient, content: Any = "Hi", key: str = "k", **fields: Any) -> int:
     body = {"messages": [{"role": "user", "content": content}], **fields}
     return client.post(CHAT, json=body, headers={"Authorization": f"Bearer {key}"}).status_code

@@ -59,24 +59,6 @@ def test_the_last_miss_is_remembered_past_turns_without_one() -> None:
     assert session is not None and session.last_miss is MISS
 
 
-def test_the_last_used_session_comes_first() -> None:
-    records = SessionRecords()
-    for session_id in ("a", "b", "a"):
-        records.record(Name("", session_id), TURN)
-    assert [session.id for session in records.of("")] == ["a", "b"]
-
-
-def test_a_session_is_found_and_forgotten_in_its_namespace_only() -> None:
-    records = SessionRecords()
-    records.record(Name("ours", "s"), TURN)
-    assert records.find("theirs", "s") is None
-    assert records.of("theirs") == []
-    assert not records.forget("theirs", "s")
-    assert records.forget("ours", "s")
-    assert records.find("ours", "s") is None
-    assert not records.forget("ours", "s")
-
-
 def test_a_flood_of_sessions_pushes_out_its_own() -> None:
     records = SessionRecords(max_sessions=5)
     for session_id in ("a", "b"):

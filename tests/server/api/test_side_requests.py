@@ -1,9 +1,7 @@
 """An agent's chat beside its side requests: extraction twice at once and a title after each reply, over HTTP."""
 
 import asyncio
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,18 +11,12 @@ from tests.server.api.test_live import Live, assistant, serving, user
 from tests.support import tiny_models
 
 SYSTEM = {"role": "system", "content": "You help with a small garden and answer briefly. " * 10}
-DEMO = Path(__file__).parents[3] / "models" / "demo"
 NUM_TURNS = 4
 
 
-@pytest.fixture(scope="module", params=["demo", "lfm2"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp(request.param) / "tiny"
-    if request.param == "demo":
-        shutil.copytree(DEMO, folder)
-    else:
-        tiny_models.write(request.param, folder)
-    with serving(folder, slots=2) as live:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serving(tiny_models.write("lfm2", tmp_path_factory.mktemp("side") / "tiny"), slots=2) as live:
         yield live
 
 
@@ -53,9 +45,7 @@ def clocked(history: list[Any], turn: int, text: str) -> list[Any]:
     return [*history, user(f"It is 9:{10 + turn}."), user(text)]
 
 
-@pytest.mark.usual("demo-True", "lfm2-False")
-@pytest.mark.parametrize("together", [False, True])
-def test_side_requests_cost_the_chat_none_of_its_state(server: Live, together: bool) -> None:
+def test_side_requests_cost_the_chat_none_of_its_state(server: Live) -> None:
     """Each turn reuses all that two prompts share, though others ran in between: up to where the clock stood."""
 
     async def chat() -> tuple[list[int], list[Any]]:
@@ -63,11 +53,11 @@ def test_side_requests_cost_the_chat_none_of_its_state(server: Live, together: b
         history: list[Any] = [SYSTEM]
         async with openai.AsyncOpenAI(base_url=f"{server.address}/v1", api_key="agent", max_retries=0) as client:
             for turn in range(NUM_TURNS):
-                text = f"Question {turn}, asked {'together' if together else 'alone'}: what grows here?"
-                answer = await ask(client, clocked(history, turn, text), session_id=f"chat {together}")
+                text = f"Question {turn}: what grows here?"
+                answer = await ask(client, clocked(history, turn, text), session_id="chat")
                 cached.append(answer.usage.prompt_tokens_details.cached_tokens)
                 history += [user(text), assistant(answer.choices[0].message.content)]
-                await run_beside(client, side_requests(history), together=together)
+                await asyncio.gather(*(ask(client, prompt) for prompt in side_requests(history)))
         return cached, history
 
     cached, history = asyncio.run(chat())
@@ -75,12 +65,3 @@ def test_side_requests_cost_the_chat_none_of_its_state(server: Live, together: b
     shared = [server.ask(*history[: 2 * turn - 1]).usage.prompt_tokens for turn in range(1, NUM_TURNS)]
     assert all(found > known - 16 for found, known in zip(cached[1:], shared, strict=True)), (cached, shared)
     assert shared[-1] > shared[0] > 60
-
-
-async def run_beside(client: openai.AsyncOpenAI, prompts: list[list[Any]], *, together: bool) -> None:
-    """Sends side requests at once, or one after another."""
-    if together:
-        await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
-        return
-    for prompt in prompts:
-        await ask(client, prompt)

@@ -1,13 +1,18 @@
 """Names of our own over HTTP, on a real model: one set of weights, and the defaults of each name in every dialect."""
 
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from models.store import library
 from models.store.manifest import Manifest
 from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel, WeightsPlace
 from server.api.app import create_pool_app
@@ -17,8 +22,12 @@ from server.pool.catalog import Catalog
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
+from tests.models.test_names import hub_cache, write_download
 from tests.support import tiny_models
+from tests.support.fake_opener import FakeOpener
 from tests.support.live_server import running
+
+__all__ = ["hub_cache"]
 
 NOW = datetime(2026, 11, 23, tzinfo=UTC)
 SYSTEM, QUESTION = "You write of rivers, and of nothing else.", "Tell me of the sea."
@@ -45,22 +54,28 @@ class Server:
         return answer.json()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    place = tmp_path_factory.mktemp("stored")
+@contextmanager
+def serving_names(place: Path) -> Iterator[tuple[str, ModelPool, Manifest, Path]]:
+    """Serves a tiny model `base` under names of one's own; gives address, pool, manifest and the model's folder."""
     folder = tiny_models.write("llama", place / "base")
     config = ServerConfig(models=(str(folder),), cache_memory_bytes=1 << 28)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(place))
+        patch.setenv("XDG_DATA_HOME", str(place / "data"))
         service = open_service(config)
         service.engine.start()
         opener = ServiceOpener(config, PoolMemory(1 << 40, 1 << 28), 1 << 39)
         pool = ModelPool(Catalog([ModelSource("base", folder)]), [service.opened], opener)
         try:
             with running(create_pool_app(pool, config)) as address:
-                yield Server(address, pool, Manifest(place / "mlx-serve"), folder)
+                yield address, pool, Manifest(place / "data" / "mlx-serve"), folder
         finally:
             pool.stop()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving_names(tmp_path_factory.mktemp("stored")) as names:
+        yield Server(*names)
 
 
 def test_a_name_gives_what_its_defaults_say_from_the_same_weights_and_state(server: Server) -> None:
@@ -123,17 +138,55 @@ def test_a_changed_name_counts_from_the_next_request_on(server: Server) -> None:
     assert counts == sorted(set(counts))
 
 
-def test_conversations_under_a_name_are_found_again(server: Server) -> None:
-    server.store("poet", ModelDefaults(SYSTEM, EXAMPLES, GREEDY, max_tokens=9))
-    first = server.post("/v1/chat/completions", model="poet", messages=[USER])
-    turns = [USER, first["choices"][0]["message"], {"role": "user", "content": "And then?"}]
-    second = server.post("/v1/chat/completions", model="poet", messages=turns)
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 8
-
-
 def test_lists_hold_the_names(server: Server) -> None:
     server.store("listed", ModelDefaults(SYSTEM, context_tokens=77))
     one = server.http.get("/v1/models/listed").json()
     assert (one["id"], one["parent"], one["loaded"]) == ("listed", "base", True)
     found = server.post("/api/show", model="listed")
     assert found["model_info"]["llama.context_length"] == 77
+
+
+def test_a_name_is_removed_and_nothing_but_names_and_downloads(server: Server) -> None:
+    server.store("gone", ModelDefaults(SYSTEM))
+    removed = server.http.delete("/v1/models/gone")
+    assert removed.json() == {"id": "gone", "object": "model", "deleted": True}
+    assert server.http.get("/v1/models/gone").status_code == 404
+    server.store("base", ModelDefaults(SYSTEM))  # which the served folder of that name hides
+    for name, status in (("base", 400), ("nope", 404)):
+        refused = server.http.delete(f"/v1/models/{name}")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (
+            status,
+            "model_id" if status == 400 else "model",
+        )
+    assert library.remove("base"), "it is still there"
+    assert server.post("/v1/chat/completions", model="base", messages=[USER], max_tokens=1)
+
+
+def test_a_download_in_use_is_not_deleted(hub_cache: Path) -> None:
+    write_download(hub_cache, "org/name")
+    draft = write_download(hub_cache, "mlx-community/Qwen3-0.6B-4bit")
+    opener, config = FakeOpener(), ServerConfig(speculate="draft=qwen3")
+    opener.may_finish.clear()
+    pool = ModelPool(Catalog([ModelSource("base", hub_cache)]), opener=opener)
+    with running(create_pool_app(pool, config)) as url, ThreadPoolExecutor() as threads:
+        ask = partial(httpx.request, timeout=120)
+        loading = threads.submit(ask, "POST", f"{url}/v1/models/load", json={"model": "org/name"})
+        assert opener.has_begun.wait(120)
+        during = ask("DELETE", f"{url}/v1/models/org/name")
+        opener.may_finish.set()
+        assert loading.result().status_code == 200
+        names = "org/name", "mlx-community/Qwen3-0.6B-4bit"
+        refused = [during, *(ask("DELETE", f"{url}/v1/models/{name}") for name in names)]
+        assert [one.json()["error"]["code"] for one in refused] == ["model_in_use"] * 3
+        ask("POST", f"{url}/v1/models/unload", json={"model": "org/name"})
+        shutil.rmtree(draft)  # by another program
+        assert ask("DELETE", f"{url}/v1/models/org/name").json()["deleted"]
+
+
+def test_the_library_says_what_can_be_pulled_and_what_fits(server: Server) -> None:
+    found = server.http.get("/v1/library").json()
+    sizes = {one["id"]: (one["repository"], one["size_bytes"]) for one in found["data"]}
+    assert sizes["qwen3:0.6b"][0] == "mlx-community/Qwen3-0.6B-4bit"
+    assert sizes["qwen3:0.6b"][1] < sizes["qwen3:8b"][1]
+    assert len({repository for repository, _ in sizes.values()}) == len(sizes), "a repository is listed once"
+    assert 0 < found["comfortable_bytes"] < found["largest_bytes"]

@@ -1,14 +1,12 @@
 """Bound answers of tiny real models with random weights: whatever they would say, it is what was asked for."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from models.names import DEMO_FOLDER
 from server.api.responses.conversation import ResponsesBody
@@ -17,13 +15,6 @@ from tests.support import tiny_models
 
 FREE: dict[str, Any] = {"extra_body": {}, "temperature": 1, "max_tokens": 600}
 NO_THOUGHT = {"logit_bias": {str(tiny_models.tokenizer().convert_tokens_to_ids("<think>")): -100}}
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tiny_models.write("qwen3", tmp_path_factory.mktemp("bound") / "tiny")
-    with serving(folder) as server:
-        yield server
 
 
 def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
@@ -87,23 +78,6 @@ def test_a_random_model_writes_json_of_any_schema(live: Live, schema: dict[str, 
     answer = live.ask(user("x"), response_format=schema_format(schema), seed=seed, **FREE, **NO_THOUGHT)
     assert answer.choices[0].finish_reason == "stop"
     assert fits(json.loads(answer.choices[0].message.content), schema)
-
-
-class Person(BaseModel):
-    name: Literal["Ann", "Bob"]
-    is_here: bool
-    marks: list[Literal[1, 2, 3]] = []
-
-
-def test_the_openai_package_parses_an_answer_into_its_own_types(live: Live) -> None:
-    asked: Any = {"model": "tiny", "messages": [user("Who?")], "max_tokens": 500, **NO_THOUGHT}
-    answer = live.client.chat.completions.parse(response_format=Person, **asked)
-    assert isinstance(answer.choices[0].message.parsed, Person)
-
-
-def test_a_stream_holds_the_same_json(live: Live) -> None:
-    asked = {"response_format": schema_format(Person.model_json_schema()), "seed": 3, **FREE, **NO_THOUGHT}
-    assert live.streamed(user("Who?"), **asked) == live.text(user("Who?"), **asked)
 
 
 def test_bound_and_free_rows_run_together(live: Live) -> None:

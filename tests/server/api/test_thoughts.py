@@ -1,16 +1,14 @@
 """What a model thinks comes apart from its answer, is limited where asked for, and costs the next turn nothing."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from models.names import DEMO
 from models.output.pieces import ReasoningFormat
 from server.app.config import ServerConfig
 from tests.server.api.test_answers import CALL_TEXTS, TOOLS, ask
-from tests.server.api.test_live import Live, assistant, serving, until, user
+from tests.server.api.test_live import Live, assistant, until, user
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
@@ -40,11 +38,6 @@ def test_a_thought_is_streamed_apart() -> None:
         {"content": "Hello"},
         {"content": " there."},
     ]
-
-
-def test_an_answer_without_a_thought_has_no_field_for_it() -> None:
-    body = ask(client_of(FakeEngine()))
-    assert not body["choices"][0]["message"].keys() & {"reasoning", "reasoning_content"}
 
 
 def test_the_prompt_may_have_begun_the_thought() -> None:
@@ -92,25 +85,6 @@ def test_thinking_is_asked_for_in_many_ways(
     assert engine.requests[0].thinking.max_tokens == limit
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"thinking": {"type": "much"}},
-        {"max_thinking_tokens": -2},
-        {"reasoning": {"exclude": True}},
-        {"reasoning": "high"},
-        {"think": 3},
-        {"thinking_budget": 1.5},
-    ],
-)
-def test_what_no_thought_can_be_told_is_refused(fields: dict[str, Any]) -> None:
-    answer = client_of(FakeEngine()).post(
-        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], **fields}
-    )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"].split(".")[0] == next(iter(fields))
-
-
 def test_a_turn_is_evaluated_ahead_with_its_thought_and_without() -> None:
     engine = FakeEngine(Script(THOUGHT))
     with client_of(engine) as client:
@@ -119,12 +93,6 @@ def test_a_turn_is_evaluated_ahead_with_its_thought_and_without() -> None:
     assert ["".join(map(chr, ahead.tokens)) for ahead in engine.idle_requests] == [
         "<user>Hi<assistant>Hello there.<user>a"
     ]
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Live]:
-    with serving(DEMO) as server:
-        yield server
 
 
 THINKING: dict[str, Any] = {"enable_thinking": True}

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from models.output.pieces import TokenLogprob
 from server.engine.messages import MAX_PENDING, Generation, Mailbox
 from server.engine.request import Delta, Failed
-from tests.server.api.test_live import Live, serving
+from tests.server.api.test_live import Live
 from tests.support import tiny_models
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -20,12 +19,6 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 TOKENIZER: Any = tiny_models.tokenizer()
 CALL = {"type": "function", "function": {"name": "now"}}
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serving(tiny_models.write("qwen3", tmp_path_factory.mktemp("ids") / "tiny")) as server:
-        yield server
 
 
 def ask(live: Live, path: str, **fields: Any) -> Any:

@@ -1,10 +1,10 @@
 """No request harms the server: what cannot be honoured is answered with 400, the field's name and a reason."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from starlette.testclient import TestClient
@@ -28,13 +28,10 @@ MISSING = object()
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def client(engine: FakeEngine) -> TestClient:
-    return TestClient(create_app(engine, fake_model(), ServerConfig()))
+def client(client: TestClient) -> Iterator[TestClient]:
+    """One event loop for all requests: a loop for each would take most of the time."""
+    with client:
+        yield client
 
 
 def body_of(path: str, **fields: Any) -> dict[str, Any]:
@@ -81,11 +78,7 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "cache_salt": [1, [], "x" * 257],
     "prompt_cache_key": [1, "x" * 257, "a\tb"],
     "stream_options": [
-        "x",
-        [],
-        {"include_usage": 1},
-        {"include_obfuscation": "no"},
-        {"continuous_usage_stats": 1},
+        *("x", [], {"include_usage": 1}, {"include_obfuscation": "no"}, {"continuous_usage_stats": 1}),
         {"include_usage": True},
     ],
     "priority": ["high", 1, True, False],
@@ -214,24 +207,6 @@ def kind_of(field: FieldInfo) -> str:
     return f"{field.annotation!r} {field.metadata!r}"
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_fields_that_only_describe_the_request_are_taken(client: TestClient, path: str) -> None:
-    fields = {
-        "user": "ada",
-        "metadata": {"a": "b"},
-        "store": True,
-        "safety_identifier": "s",
-        "service_tier": "auto",
-        "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
-        "parallel_tool_calls": True,
-        "reasoning_effort": "low",
-        "stream_options": {},
-        "something_new": {"a": [1]},
-    }
-    assert post(client, path, **fields).status_code == 200
-
-
 CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
 
 
@@ -247,53 +222,20 @@ def test_a_tool_that_returned_nothing_has_an_empty_result(
     assert empty.tokens.tolist() == written.tokens.tolist()
 
 
-def test_a_part_that_holds_a_refusal_is_what_the_assistant_said(client: TestClient, engine: FakeEngine) -> None:
-    parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "Sorry."}]
-    as_text = [{"type": "text", "text": "No."}, {"type": "text", "text": "Sorry."}]
-    for content in (parts, as_text):
-        history = [user("x"), {"role": "assistant", "content": content}, user("why?")]
-        assert post(client, CHAT, messages=history).status_code == 200
-    refused, said = engine.requests
-    assert refused.tokens.tolist() == said.tokens.tolist()
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ({"reasoning": "hm"}, "hm"),
-        ({"reasoning_content": "hm"}, "hm"),
-        ({"reasoning": "no", "reasoning_content": "hm"}, "hm"),
-        ({"reasoning": None}, None),
-    ],
-)
-def test_earlier_reasoning_reaches_the_template_under_either_name(given: dict[str, Any], shown: str | None) -> None:
-    renderer = FakeRenderer()
-    client = TestClient(create_app(FakeEngine(), fake_model(renderer=renderer), ServerConfig()))
-    history = [user("x"), {"role": "assistant", "content": "y", **given}, user("z")]
-    assert post(client, CHAT, messages=history).status_code == 200
-    assert renderer.calls[0]["messages"][1].get("reasoning_content") == shown
-
-
 MESSAGES: list[tuple[str, list[Any]]] = [
     ("messages[0].role", [{"content": "x"}]),
     ("messages[0].role", [{"role": "wizard", "content": "x"}]),
-    ("messages[0].role", [{"role": 5, "content": "x"}]),
-    ("messages[0].role", [{"role": None, "content": "x"}]),
     ("messages[0].content", [{"role": "user"}]),
-    ("messages[1].content", [user("a"), user(None)]),
     ("messages[0].content", [user(5)]),
     ("messages[0].content", [user({"type": "text", "text": "x"})]),
     ("messages[0].content[0]", [user(["x"])]),
     ("messages[0].content[0].text", [user([{"type": "text"}])]),
-    ("messages[0].content[0].text", [user([{"type": "text", "text": 5}])]),
     ("messages[0].content[1].type", [user([{"type": "text", "text": "x"}, {"type": "image_url"}])]),
     ("messages[0].content[0].type", [user([{"text": "x"}])]),
     ("messages[0].content[0].type", [user([{"type": "refusal", "refusal": "No."}])]),
     ("messages[1].content[0].type", [user("x"), {"role": "assistant", "content": [{"type": "refusal"}]}]),
     ("messages[0].content[0].cache_control", [user([{"type": "text", "text": "x", "cache_control": 5}])]),
     ("messages[0].cache_control", [user("x") | {"cache_control": "ephemeral"}]),
-    ("messages[0].name", [user("x") | {"name": 5}]),
-    ("messages[1].tool_calls", [user("x"), {"role": "assistant", "tool_calls": {}}]),
     ("messages[1].tool_calls[0].function", [user("x"), {"role": "assistant", "tool_calls": [{}]}]),
     (
         "messages[1].tool_calls[0].function.arguments",
@@ -301,7 +243,6 @@ MESSAGES: list[tuple[str, list[Any]]] = [
     ),
     ("messages[1].function_call", [user("x"), {"role": "assistant", "content": "", "function_call": {}}]),
     ("messages[1].audio", [user("x"), {"role": "assistant", "content": "", "audio": {"id": "a"}}]),
-    ("messages[1].tool_call_id", [user("x"), {"role": "tool", "content": "1", "tool_call_id": 5}]),
     ("messages[0].images", [user("x") | {"images": ["aGk="]}]),
     ("messages[0].prefix", [{**user("x"), "prefix": True}]),
     ("messages[1].thinking", [user("x"), {"role": "assistant", "content": "y", "thinking": "z"}]),
@@ -324,14 +265,8 @@ def test_a_wrong_message_is_refused_with_its_place(
 @pytest.mark.parametrize(
     "raw",
     [
-        b"",
-        b"{",
         b"\xff\xfe",
         b"null",
-        b"[]",
-        b'"text"',
-        b"5",
-        b"[" * 100_000,
         b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}",
         b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"messages": [{"role": "user", "content": "\xff"}]}',
@@ -357,56 +292,21 @@ def test_a_request_cannot_replace_the_template_or_its_input(client: TestClient, 
     assert answer.json()["error"]["param"] == f"chat_template_kwargs.{name}"
 
 
-def test_what_the_template_says_is_told(client: TestClient) -> None:
-    answer = post(client, CHAT, messages=[{"role": "assistant", "content": "x"}])
-    assert "a conversation cannot start with the assistant" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"top_k": VOCAB_SIZE, "temperature": 1},
-        {"top_k": 10**30, "temperature": 1},
-        {"top_k": -1},
-        {"top_p": 0},
-        {"temperature": 0},
-        {"temperature": 2},
-        {"seed": -1},
-        {"seed": 2**63 - 1},
-        {"max_tokens": 1_000_000},
-        {"logit_bias": {"0": -100, str(VOCAB_SIZE - 1): 100}},
-        {"logit_bias": {}},
-        {"stop": []},
-        {"stop": "x" * 1024},
-        {"xtc_probability": 0},
-    ],
-    ids=repr,
-)
-def test_the_ends_of_every_range_are_served(
-    client: TestClient, engine: FakeEngine, path: str, fields: dict[str, Any]
-) -> None:
-    assert post(client, path, **fields).status_code == 200
-    assert len(engine.requests) == 1
-
-
 @pytest.mark.parametrize(
     ("fields", "name", "value"),
     [
         ({"top_k": VOCAB_SIZE}, "top_k", 0),
+        ({"top_k": 10**30}, "top_k", 0),
         ({"top_k": VOCAB_SIZE - 1}, "top_k", VOCAB_SIZE - 1),
+        ({"seed": 2**63 - 1}, "seed", 2**63 - 1),
+        ({"logit_bias": {"0": -100, str(VOCAB_SIZE - 1): 100}}, "logit_bias", ((0, -100.0), (VOCAB_SIZE - 1, 100.0))),
         ({"top_k": -1}, "top_k", 0),
         ({"top_p": 0}, "top_k", 1),
-        ({"top_p": 0.5}, "top_p", 0.5),
         ({"seed": -1}, "seed", None),
-        ({"seed": 7}, "seed", 7),
         ({"seed": 7.0}, "seed", 7),
         ({"seed": -1.0}, "seed", None),
         ({"top_k": 5.0}, "top_k", 5),
-        ({"temperature": 0}, "temperature", 0.0),
         ({}, "temperature", 1.0),
-        ({"min_p": 0.1}, "min_p", 0.1),
-        ({"typical_p": 0.3}, "typical_p", 0.3),
         ({"top_n_sigma": 1.5}, "top_n_sigma", 1.5),
         ({"top_n_sigma": -1}, "top_n_sigma", 0.0),
         ({"xtc_probability": 1}, "xtc_probability", 1.0),
@@ -425,12 +325,8 @@ def test_the_ends_of_every_range_are_served(
         ({"dry_allowed_length": 3.0}, "dry_allowed_length", 3),
         ({"dry_penalty_last_n": 90}, "dry_penalty_last_n", 90),
         ({"repeat_last_n": -1}, "repeat_last_n", -1),
-        ({"repetition_penalty": 1.1}, "repetition_penalty", 1.1),
         ({"repeat_penalty": 1.1}, "repetition_penalty", 1.1),
         ({"repeat_penalty": 1.1, "repetition_penalty": 1.1}, "repetition_penalty", 1.1),
-        ({"presence_penalty": -2}, "presence_penalty", -2.0),
-        ({"frequency_penalty": 2}, "frequency_penalty", 2.0),
-        ({"logit_bias": {"7": 1.5}}, "logit_bias", ((7, 1.5),)),
     ],
 )
 def test_sampling_reaches_the_engine(
@@ -438,14 +334,6 @@ def test_sampling_reaches_the_engine(
 ) -> None:
     post(client, CHAT, **fields)
     assert getattr(engine.requests[0].sampling, name) == value
-
-
-@pytest.mark.parametrize("kind", ["image_url", "input_image", "image"])
-def test_an_image_is_refused_with_what_the_model_takes(client: TestClient, kind: str) -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": kind}]}]
-    error = client.post(CHAT, json={"messages": messages}).json()["error"]
-    assert error["param"] == "messages[0].content[1].type"
-    assert "takes no images" in error["message"]
 
 
 def test_two_names_of_one_penalty_may_not_contradict_each_other(client: TestClient) -> None:
@@ -463,39 +351,27 @@ def test_an_empty_stop_string_stands_for_none(
     assert engine.requests[0].stop == stop
 
 
+def test_a_misspelt_field_is_told_to_the_log_with_what_was_meant(
+    client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    many = {f"seed{'_' * num}": 1 for num in range(1, 100)}
+    sent = {"topk": 3, "maxTokens": 5, "top_k": 4, "unknown": 1, "Speculative_n_max": 2, **many}
+    assert post(client, CHAT, **sent).status_code == 200
+    told = [record.getMessage() for record in caplog.records if record.name == "server.api.bodies"]
+    meant = {"Speculative_n_max": "speculative.n_max", "maxTokens": "max_tokens", "seed_": "seed"}
+    begin = ", ".join(f"{name} (did you mean {one}?)" for name, one in meant.items())
+    assert [text.startswith(f"fields without effect: {begin}") for text in told] == [True]
+    assert len(told[0]) < 600
+
+
 def test_the_priority_0_of_other_servers_is_none(client: TestClient, engine: FakeEngine) -> None:
     assert post(client, CHAT, priority=0, service_tier="flex").status_code == 200
     assert engine.requests[0].priority is Priority.BACKGROUND
 
 
-@pytest.mark.parametrize(("path", "param"), [(CHAT, "messages"), (TEXT, "prompt")])
-def test_a_prompt_as_long_as_the_context_is_refused(client: TestClient, path: str, param: str) -> None:
-    text = "x" * 200
-    fields = {"messages": [user(text)]} if path == CHAT else {"prompt": text}
-    error = post(client, path, **fields).json()["error"]
-    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-    assert "200" in error["message"]
-
-
 def test_a_prompt_of_token_ids_as_long_as_the_context_is_refused(client: TestClient) -> None:
     assert post(client, TEXT, prompt=[1] * 200).json()["error"]["code"] == "context_length_exceeded"
     assert post(client, TEXT, prompt=[1] * 199).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, 198),
-        ({"max_tokens": 5}, 5),
-        ({"max_tokens": 10_000}, 198),
-        ({"max_tokens": None}, 198),
-    ],
-)
-def test_max_tokens_is_clipped_to_what_the_context_leaves(
-    client: TestClient, engine: FakeEngine, fields: dict[str, Any], expected: int
-) -> None:
-    post(client, TEXT, **fields)
-    assert engine.requests[0].max_tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -565,6 +441,3 @@ def test_tools_for_a_model_that_takes_none_are_refused() -> None:
     assert post(client, CHAT, tools=tools).json()["error"]["param"] == "tools"
     assert post(client, CHAT, tools=tools, tool_choice="none").status_code == 200
     assert post(client, CHAT, tools=[]).status_code == 200
-
-
-NAMES = st.sampled_from(["role", "content", "type", "text", "function", "name", "user", "arguments", "0", "7"])

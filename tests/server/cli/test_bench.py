@@ -18,6 +18,8 @@ from server.cli.keys import scratch_folder
 from server.cli.main import execute
 from server.measure import Bench
 
+pytestmark = pytest.mark.alone("only a model in one process is measured")
+
 
 @pytest.mark.parametrize(
     ("tag", "text"),

@@ -26,7 +26,8 @@ from models.store.stored_model import ModelDefaults
 from server.cli.chat import Chat, Opening, chat
 from server.cli.repl.conversation import Dialogue, describe_timings
 from server.cli.repl.terminal import Screen
-from server.engine.request import StepFailed, Timings
+from server.engine.messages import Generation
+from server.engine.request import GenerationRequest, StepFailed, Timings
 from tests.support import forked
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.local_models import local_models
@@ -40,10 +41,12 @@ class Transcript:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.template_kwargs: list[Any] = []
 
     def render(
         self, messages: Sequence[Message], tools: Any = None, template_kwargs: Mapping[str, Any] | None = None
     ) -> RenderedPrompt:
+        self.template_kwargs.append(template_kwargs)
         self.texts.append("|".join(f"{message['role']}: {message['content']}" for message in messages))
         return self.encode(self.texts[-1])
 
@@ -186,12 +189,6 @@ def test_bye_leaves(line: str) -> None:
     assert talk.prompts == [">>> "]
 
 
-def test_ctrl_c_at_the_prompt_does_not_leave() -> None:
-    talk = Talk(KeyboardInterrupt, "Hi")
-    assert "/bye to leave" in talk.run()
-    assert len(talk.engine.requests) == 1
-
-
 def test_ctrl_c_in_an_answer_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Talk("Hi", "Go on")
     # Nothing follows " two" until the signal is handled.
@@ -206,6 +203,24 @@ def test_ctrl_c_in_an_answer_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch
     assert talk.run() == "One two …\nFour\n\n"
     assert talk.transcript.texts[-1] == "user: Hi|assistant: One two|user: Go on"
     assert talk.engine.requests[0].request_id in talk.engine.cancelled
+
+
+def test_ctrl_c_before_the_first_word_keeps_the_question() -> None:
+    talk = Talk("Hi", "/stats", "Go on", "/new", "Hi", "/retry")
+    submit = talk.engine.submit
+
+    def interrupt(request: GenerationRequest) -> Generation:
+        is_stopped = len(talk.engine.requests) in (0, 2)
+        talk.engine.max_texts = 0 if is_stopped else None
+        if is_stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+        return submit(request)
+
+    talk.engine.submit = interrupt  # type: ignore[method-assign]
+    assert "answer: 0 tokens\n" in talk.run()
+    assert talk.transcript.texts[1:] == ["user: Hi|user: Go on", "user: Hi", "user: Hi"]
+    talk.chat.dialogue = Dialogue(turns=[{"role": "user", "content": "Hi"}])  # without figures, as from a server
+    assert talk.chat._describe_last_answer("") == "The answer was stopped before its first word."
 
 
 def test_ctrl_c_in_the_only_answer_is_told_by_the_exit_status() -> None:
@@ -247,15 +262,20 @@ CONTROL = re.compile(r"\x1b\[[\d?;]*.")
 
 
 class Terminal:
-    """`mlx-serve run` on a pseudo-terminal, read until some text appears."""
+    """A command on a pseudo-terminal of 80 columns and 24 rows, read until some text appears."""
 
-    def __init__(self, *arguments: str, fresh: bool = False) -> None:
+    def __init__(self, *arguments: str, fresh: bool = False, imported: tuple[str, ...] = forked.MODELS) -> None:
         self._master, slave = pty.openpty()
         ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self._before = termios.tcgetattr(self._master)
         files: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-        self.process = forked.start("run", *arguments, fresh=fresh, start_new_session=True, **files)
+        options: dict[str, Any] = {"fresh": fresh, "imported": imported, "start_new_session": True}
+        self.process = forked.start(*arguments, **options, **files)
         os.close(slave)
         self.output = ""
+
+    def is_as_before(self) -> bool:
+        return termios.tcgetattr(self._master) == self._before
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
@@ -296,7 +316,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def terminal(folder: Path) -> Iterator[Terminal]:
-    terminal = Terminal(str(folder))
+    terminal = Terminal("run", str(folder))
     yield terminal
     terminal.close()
 
@@ -317,7 +337,7 @@ def test_ctrl_c_stops_a_real_answer_and_not_the_program(terminal: Terminal) -> N
 @pytest.fixture
 def plain_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     monkeypatch.setenv("NO_COLOR", "1")
-    terminal = Terminal(str(folder))
+    terminal = Terminal("run", str(folder))
     yield terminal
     terminal.close()
 
@@ -340,7 +360,7 @@ def test_pasted_lines_are_one_message_and_ctrl_c_twice_leaves(plain_terminal: Te
 
 
 def test_ctrl_d_while_the_model_is_loaded_leaves_at_the_first_prompt(folder: Path) -> None:
-    with contextlib.closing(Terminal(str(folder), fresh=True)) as terminal:
+    with contextlib.closing(Terminal("run", str(folder), fresh=True)) as terminal:
         until_quiet(terminal)
         terminal.type("\x04")
         terminal.wait_for_prompt()
@@ -366,7 +386,7 @@ def test_a_pipe_is_one_message(folder: Path) -> None:
 
 
 def test_an_empty_pipe_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" \n")))
     assert chat(local_models(fake_model(), FakeEngine()), Opening()) == 1
     assert capsys.readouterr() == ("", "mlx-serve: there is no question: standard input is empty\n")
 
@@ -380,7 +400,7 @@ def test_what_is_piped_stands_below_the_question(
 ) -> None:
     transcript = Transcript()
     models = local_models(fake_model(renderer=transcript), FakeEngine(Script(texts=("Hello", " there."))))
-    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped.encode())))
     assert chat(models, Opening("Be kind.", question)) == 0
     assert transcript.texts == [f"system: Be kind.|user: {message}"]
     assert capsys.readouterr().out == "Hello there.\n"

@@ -1,25 +1,24 @@
 """Parameters, saved conversations, other models, images and the history of the chat in the terminal."""
 
+import base64
 import json
 import os
 import stat
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from io import StringIO
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from models.errors import ModelNotFound
 from models.inference.sampling_params import SamplingParams
-from models.prompt.chat_template import RenderedPrompt
 from server.app.config import ServerConfig
-from server.cli.ask import Served
-from server.cli.chat import Chat, JoinedModels, Models, Opening, chat, find_image
+from server.cli.ask import Served, models_at
+from server.cli.chat import Chat, JoinedModels, Models, Opening, chat, with_images
 from server.cli.repl import local, terminal
 from server.cli.repl.conversation import (
     ChatError,
@@ -28,10 +27,16 @@ from server.cli.repl.conversation import (
 )
 from server.cli.repl.local import LocalModels
 from server.cli.repl.terminal import Screen, history_file, open_history
+from tests.models.prompt.test_pictures import renderer_of
+from tests.server.api.test_images import opened
+from tests.server.cli.test_chat import Transcript
+from tests.support import tiny_vision
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 from tests.support.local_models import local_models
+
+PNG = tiny_vision.image(1)
 
 
 def talk(models: Models, *lines: str, dialogue: Dialogue | None = None) -> str:
@@ -42,22 +47,6 @@ def talk(models: Models, *lines: str, dialogue: Dialogue | None = None) -> str:
     return "".join(seen)
 
 
-class Renderer:
-    """Renders a conversation as one token per character."""
-
-    reads_tools = False
-
-    def __init__(self) -> None:
-        self.template_kwargs: list[Any] = []
-
-    def render(self, messages: Any, tools: Any = None, template_kwargs: Any = None) -> RenderedPrompt:
-        self.template_kwargs.append(template_kwargs)
-        return self.encode("|".join(f"{message['role']}: {message['content']}" for message in messages))
-
-    def encode(self, text: str) -> RenderedPrompt:
-        return RenderedPrompt(np.array([ord(letter) for letter in text], np.int32), ())
-
-
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine(Script(texts=("Hello", " there.")))
@@ -65,7 +54,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def models(engine: FakeEngine) -> LocalModels:
-    return local_models(fake_model(renderer=Renderer()), engine)
+    return local_models(fake_model(renderer=Transcript()), engine)
 
 
 # -------------------------------------------------------------------------------------------------- parameters
@@ -89,7 +78,6 @@ def test_what_is_set_rules_the_answers_until_it_is_unset(models: LocalModels, en
         ("/set system Be brief.", "the system message is no parameter; /system TEXT sets it"),
         ("/set xyzzy 1", "there is no parameter 'xyzzy'; there are temperature, "),
         ("/set temperature 9", "temperature must be a number in [0, 2], not 9.0"),
-        ("/set temperature nan", "temperature must be a number in [0, 2], not nan"),
         ("/set temperature warm", "temperature is a number, not 'warm'"),
         ("/set max_tokens 0", "max_tokens is a whole number above 0, not 0"),
         ("/set top_k 1.5", "top_k is a whole number, not '1.5'"),
@@ -115,7 +103,7 @@ def test_parameters_reach_a_joined_server(engine: FakeEngine) -> None:
 
 
 def test_thinking_is_told_to_the_template(engine: FakeEngine) -> None:
-    renderer = Renderer()
+    renderer = Transcript()
     lines = ("Hi", "/set think off", "Hi", "/set think on", "Hi")
     talk(local_models(fake_model(renderer=renderer), engine), *lines)
     assert renderer.template_kwargs == [None, {"enable_thinking": False}, {"enable_thinking": True}]
@@ -177,13 +165,10 @@ GOOD = {"format": "mlx-serve conversation 1", "model": "m", "system": "", "param
     [
         [],
         {**GOOD, "format": "other"},
-        {**GOOD, "system": None},
         {**GOOD, "messages": [{"role": "system", "content": "x"}]},
         {**GOOD, "messages": [{"role": "user", "content": ["x"]}]},
-        {**GOOD, "messages": ["x"]},
         {**GOOD, "parameters": {"temperature": "hot"}},
         {**GOOD, "parameters": {"think": 1}},
-        {**GOOD, "parameters": {"unknown": 1}},
     ],
 )
 def test_what_is_damaged_changes_nothing(record: Any) -> None:
@@ -241,7 +226,7 @@ class Loader:
         self.events.append(f"load {name}")
         engine = FakeEngine(Script(texts=("I am ", name)))
         engine.stop = lambda: self.events.append(f"unload {name}")  # type: ignore[method-assign]
-        model = fake_model(id=name, renderer=Renderer())
+        model = fake_model(id=name, renderer=Transcript())
         return SimpleNamespace(asked_for=model, engine=engine, start=lambda: None)
 
 
@@ -281,43 +266,107 @@ def test_the_old_model_comes_back_when_the_new_one_cannot_be_loaded(loader: Load
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
     path = tmp_path / "a cat.PNG"
-    path.write_bytes(b"\x89PNG\r\n\x1a\n")
+    path.write_bytes(PNG)
     return path
 
 
-@pytest.mark.parametrize("form", ["'{}' what is it?", 'What is "{}"?', "file://{}", "what is {}"])
-def test_an_image_that_is_there_is_found(form: str, image: Path) -> None:
-    path = str(image)
-    written = form.format(path if "'" in form or '"' in form else path.replace(" ", "\\ "))
-    assert find_image(written) == path
+@pytest.fixture
+def seeing(engine: FakeEngine) -> LocalModels:
+    vision: Any = SimpleNamespace(open=opened)
+    return local_models(fake_model(renderer=renderer_of(), context_tokens=2000, vision=vision), engine)
 
 
 @pytest.mark.parametrize(
-    "text", ["Describe cat.png", "/none/cat.png", "It's a cat, isn't it?", "/tmp", "", "'", "/\0.png"]
+    ("form", "words"),
+    [
+        ("'{}' what is it?", ["", "what is it?"]),
+        ('What is "{}"?', ["What is", "?"]),
+        ("file://{}", [""]),
+        ("what is {}?", ["what is", "?"]),
+        ("{} and '{}'", ["", "and", ""]),
+    ],
 )
-def test_what_is_only_spoken_of_is_no_image(text: str) -> None:
-    assert find_image(text) is None
+def test_an_image_that_is_there_stands_for_its_path(form: str, words: list[str], image: Path) -> None:
+    path = str(image)
+    escaped = path.replace(" ", "%20" if form.startswith("file:") else "\\ ")
+    written = form.replace("'{}'", f"'{path}'").replace('"{}"', f'"{path}"').replace("{}", escaped)
+    parts = [*with_images(written)]
+    shown = {"type": "image_url", "image_url": {"url": f"data:image;base64,{base64.b64encode(PNG).decode()}"}}
+    texts: list[Any] = [{"type": "text", "text": word} for word in words]
+    joined = [part for pair in zip(texts, [shown] * len(texts), strict=True) for part in pair]
+    wanted = joined if form == "file://{}" else joined[:-1]
+    assert parts == [part for part in wanted if part.get("text") != ""]
+
+
+@pytest.mark.parametrize(
+    "text", ["Describe cat.png", "/none/cat.png", "It's a cat, isn't it?", "/tmp", "", "'", "/\0.png", "{}/words.png"]
+)
+def test_what_is_only_spoken_of_or_is_no_image_stays_text(text: str, tmp_path: Path) -> None:
+    (tmp_path / "words.png").write_text("These are words.")
+    text = text.format(tmp_path) if "{}" in text else text
+    assert with_images(text) == text
+
+
+def test_an_image_is_seen_sent_again_saved_and_a_line_for_a_model_of_text(
+    image: Path, seeing: LocalModels, models: LocalModels, engine: FakeEngine, tmp_path: Path
+) -> None:
+    dialogue, file = Dialogue(), tmp_path / "saved.json"
+    talk(seeing, f"What is in '{image}'?", "Go on.", "/retry", f"/save {file}", dialogue=dialogue)
+    assert [[one.picture.data for one in request.pictures.placed] for request in engine.requests] == [[PNG]] * 3
+    loaded = Dialogue()
+    loaded.load(file.read_text())
+    assert loaded.turns == dialogue.turns
+    talk(local_models(fake_model(renderer=renderer_of(), context_tokens=2000), engine), "And?", dialogue=loaded)
+    assert not engine.requests[-1].pictures.placed
 
 
 def test_an_image_is_refused_politely_and_the_conversation_stays(
-    image: Path, models: LocalModels, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+    image: Path,
+    models: LocalModels,
+    seeing: LocalModels,
+    engine: FakeEngine,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     dialogue = Dialogue()
     talk(models, "Hi", f"What is in '{image}'?", dialogue=dialogue)
-    assert "takes text only" in capsys.readouterr().err
+    assert "sees no images" in capsys.readouterr().err
+    for name, data, words in (
+        ("cut.png", PNG[:-20], "cut short"),
+        ("a.heic", b"\0\0\0\x18ftypheic", "only PNG, JPEG"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        talk(seeing, f"{tmp_path / name}", dialogue=dialogue)
+        assert words in capsys.readouterr().err
     assert (len(engine.requests), len(dialogue.turns)) == (1, 2)
 
 
-@pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0\x00\x10JFIF\x00", b"GIF89a\x01"])
-def test_an_image_from_a_pipe_ends_with_status_1(
-    data: bytes, models: LocalModels, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def piping(data: bytes) -> TextIOWrapper:
+    return TextIOWrapper(BytesIO(data))
+
+
+def test_an_image_from_a_pipe_is_seen(
+    models: LocalModels,
+    seeing: LocalModels,
+    engine: FakeEngine,
+    image: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", StringIO(data.decode(errors="replace")))
-    assert chat(models, Opening(question="What is it?")) == 1
-    captured = capsys.readouterr()
-    assert captured.out == "" and "takes text only" in captured.err
-    monkeypatch.setattr(sys, "stdin", StringIO("a PNG"))
-    assert chat(models, Opening(question="What is it?")) == 0
+    for who, data, status in ((models, PNG, 1), (seeing, PNG, 0), (models, f"A log: {image}".encode(), 0)):
+        monkeypatch.setattr(sys, "stdin", piping(data))
+        assert chat(who, Opening(question="What is it?")) == status
+    assert "sees no images" in capsys.readouterr().err
+    assert [len(request.pictures.placed) for request in engine.requests] == [1, 0]
+
+
+def test_a_server_is_sent_images_too(engine: FakeEngine, image: Path) -> None:
+    vision: Any = SimpleNamespace(open=opened)
+    model = fake_model(renderer=renderer_of(), context_tokens=2000, vision=vision)
+    with running(create_app(engine, model, ServerConfig())) as address:
+        (served,) = models_at(address, None)
+        talk(JoinedModels(served), f"{image}".replace(" ", "\\ "))
+    assert [one.picture.data for one in engine.requests[-1].pictures.placed] == [PNG]
 
 
 # ----------------------------------------------------------------------------------------- history

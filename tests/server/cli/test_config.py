@@ -47,13 +47,9 @@ def test_programs_get_the_same(file: Path, capsys: pytest.CaptureFixture[str]) -
     by_key = {record["key"]: record for record in found["settings"]}
     assert len(by_key) == len(SETTINGS)
     assert by_key["port"] == {
-        "key": "port",
-        "value": 9000,
-        "origin": "file",
-        "where": f"port in {file}",
-        "flag": "--port",
+        "key": "port", "value": 9000, "origin": "file", "where": f"port in {file}", "flag": "--port",
         "variable": "MLX_SERVE_PORT",
-    }
+    }  # fmt: skip
     assert (by_key["cache_memory"]["value"], by_key["cache_memory"]["origin"]) == (2 << 30, "flag")
 
 
@@ -72,14 +68,6 @@ def test_a_wrong_file_is_one_line_and_status_2(file: Path, capsys: pytest.Captur
         captured = capsys.readouterr()
         assert captured.err == f"mlx-serve: 'prot' in {file} is no setting; did you mean port?\n"
         assert captured.out == ""
-
-
-def test_a_variable_goes_before_the_file_and_a_flag_before_both(file: Path) -> None:
-    environment = {"XDG_CONFIG_HOME": str(file.parents[1])}
-    assert load_config({}, environment).port == 9000
-    environment["MLX_SERVE_PORT"] = "9001"
-    assert load_config({}, environment).port == 9001
-    assert load_config({"port": 9002}, environment).port == 9002
 
 
 def test_a_file_that_was_named_has_to_be_there(tmp_path: Path) -> None:

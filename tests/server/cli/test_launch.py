@@ -238,7 +238,10 @@ def test_sigterm_ends_the_agent_and_the_server_that_was_started_for_it(
 
     def end_it() -> None:
         # The agent may run before the call that started it has returned; a signal then would leave it alone.
+        deadline = time.monotonic() + 120
         while not begun.exists() or sys._current_frames()[main].f_code.co_name != "_try_wait":
+            if time.monotonic() > deadline:
+                return  # `launch` has failed, and the test with it
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 

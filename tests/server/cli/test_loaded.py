@@ -1,13 +1,15 @@
-"""`mlx-serve ps` and `mlx-serve stop` against servers on this machine."""
+"""`mlx-serve ps`, `stop` and `decide` against servers on this machine."""
 
+import io
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from server.api.app import create_pool_app
-from server.app.config import ServerConfig, StartError
+from server.app.config import ConfigError, ServerConfig, StartError
 from server.cli import ask
 from server.pool.memory import PoolSettings
 from server.pool.pool import ModelPool
@@ -97,3 +99,38 @@ def test_stop_asks_the_other_servers_where_one_refuses(url: str, capsys: pytest.
     with running(app) as locked, pytest.raises(StartError, match=locked):
         unload("a", [locked, url], None, as_json=False)
     assert capsys.readouterr().out == "a is unloaded.\n"
+
+
+def decide(url: str, state: str | None, *asked: str, **options: Any) -> None:
+    ask.decide(url=url, api_key=None, state=state, ask=list(asked), **options)
+
+
+def test_decide_prints_a_table_the_likeliest_answer_first(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    decide(url, "Hi", "Which?", options="a, bb,c", model="a")
+    heading, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert heading == ["QUESTION", "ANSWER", "PROBABILITY"]
+    assert rows[0][:2] == ["Which?", "a"] and sorted(row[-2] for row in rows) == ["a", "bb", "c"]
+    chances = [float(row[-1]) for row in rows]
+    assert chances == sorted(chances, reverse=True) and sum(chances) == pytest.approx(1, abs=0.002)
+
+
+def test_decide_reads_a_pipe_and_asks_yes_or_no(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a mail"))
+    decide(url, None, "Is it?", "Was it?", model="a", as_json=True)
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [one["name"] for one in answers] == ["Is it?", "Was it?"]
+    decide(url, "a mail", "Is it?", model="a")
+    assert {line.split()[-2] for line in capsys.readouterr().out.splitlines()[1:]} == {"yes", "no"}
+
+
+def test_decide_says_what_lacks_or_is_wrong(url: str) -> None:
+    with pytest.raises(ConfigError, match="--ask"):
+        decide(url, "Hi")
+    with pytest.raises(StartError, match="there is no model 'unknown/model': only a, b are served here"):
+        decide(url, "Hi", "Is it?", model="unknown/model")
+    with pytest.raises(StartError, match="empty text"):
+        decide(url, "Hi", "Is it?", options="a,,b", model="a")
+    with pytest.raises(StartError, match=f"no server answers at {NOBODY}.*mlx-serve serve starts one"):
+        decide(NOBODY, "Hi", "Is it?")

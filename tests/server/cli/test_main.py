@@ -31,13 +31,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return status, captured.out, captured.err
 
 
-def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
-    status, output, errors = run(capsys)
-    assert (status, errors) == (0, "")
-    for command in ("serve", "run", "list", "pull", "doctor", "cache"):
-        assert re.search(rf"^  {command} +\S", output, re.MULTILINE)
-
-
 @pytest.mark.parametrize("words", ["", "cache", "service"])
 def test_the_help_has_every_command_once_and_whole_on_a_line_of_80_columns(
     words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -89,12 +82,15 @@ def test_the_docs_have_one_row_per_setting() -> None:
 
 
 def test_the_docs_have_every_short_name() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \| `(mlx-community/[^`]+)` \| (.*) \|$", DOCS, re.MULTILINE)
+    rows = re.findall(r"^(\S+:\S+) +(mlx-community/\S+)(.*)$", DOCS, re.MULTILINE)
     assert {name: repository for name, repository, _ in rows} == {
         one.name: one.repository for ones in FAMILIES.values() for one in ones
     }
-    told = {f"{name}-{kind}" for name, _, kinds in rows for kind in re.findall(r"`(.+?)`", kinds)}
-    assert told == set(SHORT_NAMES) - {one.name for family in FAMILIES.values() for one in family}
+    told = {
+        f"{name}-{kind}" for name, _, kinds in rows for kind in kinds.replace(" or ", "").replace(",", "").split()
+    }
+    usual = {repository for _, repository, _ in rows}
+    assert told == {name for name, one in SHORT_NAMES.items() if one.repository not in usual}
 
 
 def test_the_docs_have_every_command_of_the_chat() -> None:
@@ -115,19 +111,8 @@ def one_line(errors: str) -> str:
         ("serve --port", "--port"),
         ("serve --port eight", "--port"),
         ("serve --port 70000", "--port is 70000; it must be at most 65535"),
-        ("serve --slots 0", "--slots is 0; it must be at least 1"),
         ("serve --cache-memory lots", "--cache-memory: 'lots' is not a size"),
-        ("serve --cache-memory 5", "--cache-memory is 5; it must be at least"),
-        (
-            "serve --cache-disk-writes 200GB",
-            "--cache-disk-writes: '200GB' is not a size per day; write it like 200GB/day",
-        ),
-        ("serve --cache-disk-writes 1kB/day", "--cache-disk-writes is 1000; it must be at least"),
-        ("serve --log-level loud", "--log-level is 'loud'; it must be one of debug"),
         ("serve --drain nan", "--drain"),
-        ("serve --alias gpt", "--alias: 'gpt' is no alias; write it like"),
-        ("serve --keep-alive soon", "--keep-alive: 'soon' is no duration; write it like"),
-        ("serve --max-models 0", "--max-models is 0; it must be at least 1"),
         ("run --context 3", "--context is 3"),
         ("pull", "org/name"),
         ("pull a/b c/d", "c/d"),
@@ -158,21 +143,11 @@ def test_a_switch_is_given_without_a_value() -> None:
     assert not load_config({"prompt_hygiene": True}, {}).prompt_hygiene
 
 
-def test_without_a_model_it_is_the_demo() -> None:
-    assert load_config({"models": []}, {}).models == ("demo",)
-
-
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
-        ("4096", 4096),
-        ("8GB", 8_000_000_000),
-        ("8gib", 8 << 30),
-        ("512 MiB", 512 << 20),
-        ("1.5g", 1_500_000_000),
-        ("2k", 2000),
-        ("1T", 10**12),
-        (" 3MB ", 3_000_000),
+        *(("4096", 4096), ("8GB", 8_000_000_000), ("8gib", 8 << 30), ("512 MiB", 512 << 20)),
+        *(("1.5g", 1_500_000_000), ("2k", 2000), ("1T", 10**12), (" 3MB ", 3_000_000)),
     ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
@@ -255,13 +230,8 @@ def test_the_list_as_json(long_path: Path, capsys: pytest.CaptureFixture[str]) -
     model, _ = json.loads(output)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", model.pop("modified"))
     assert model == {
-        "name": "org/猫",
-        "short_name": "cat:1b",
-        "size_bytes": 2_500_000,
-        "architecture": "llama",
-        "quantization": "4 bit",
-        "path": str(long_path),
-        "from": None,
-    }
+        "name": "org/猫", "short_name": "cat:1b", "size_bytes": 2_500_000, "architecture": "llama",
+        "quantization": "4 bit", "path": str(long_path), "from": None,
+    }  # fmt: skip
     page = DOCS.partition("## `mlx-serve list`")[2].partition("##")[0]
     assert set(model) <= set(re.findall(r"`(\w+)`", page))

@@ -5,7 +5,6 @@ import contextlib
 import http.client
 import ipaddress
 import json
-import logging
 import os
 import re
 import resource
@@ -28,7 +27,7 @@ import pytest
 
 from models.inference.sampling_params import SamplingParams
 from models.names import model_id
-from server.api.connections import HttpConfig, Limits
+from models.ranks import Ranks
 from server.api.responses.store import FILE_NAME, ResponseStore
 from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running, take
@@ -37,19 +36,16 @@ from server.cli import serve
 from server.cli.main import execute
 from server.cli.serve import (
     Surroundings,
-    _Server,
     bind,
-    count_text,
     example_call,
     is_for_this_machine,
     raise_file_limit,
     urls,
 )
+from server.engine.messages import on_thread
 from server.pool.members import Around
 from server.pool.memory import PoolMemory, Pressure
-from server.pool.pool import on_thread
-from tests.support.apps import create_app
-from tests.support.fake_engine import FakeEngine, fake_model
+from tests.support import loopback
 from tests.support.forked import MLX_SERVE
 from tests.support.server_process import Process
 from tests.support.tiny_models import write
@@ -57,11 +53,6 @@ from tests.support.tiny_models import write
 JSON = {"Content-Type": "application/json"}
 GB = 10**9
 DEADLINE_SECONDS = 300.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write("qwen3", tmp_path_factory.mktemp("models") / "tiny")
 
 
 @contextlib.contextmanager
@@ -129,6 +120,7 @@ def get(port: int, path: str) -> tuple[int, Any]:
     return response.status, body
 
 
+@pytest.mark.alone("machines serve one model only")
 def test_start_up_reports_imports_nothing_large_and_sigterm_lets_answers_finish(folder: Path, tmp_path: Path) -> None:
     """Large for a line: `np.median` wants `numpy.ma`, text with a colon of rich its table of emoji; some 8 MB."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -206,7 +198,9 @@ def test_what_is_made_in_the_background_at_the_end_is_stored_with_what_there_is(
         # Without chance, what this model says to it does not end by itself.
         endless = {"input": "one two", "background": True, "temperature": 0}
         name = ask(server.port, "POST", "/v1/responses", **endless)[1]["id"]
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while get(server.port, f"/v1/responses/{name}")[1]["status"] == "queued":
+            assert time.monotonic() < deadline, server.output
             time.sleep(0.01)
         server.signal(signal.SIGTERM)
         assert server.wait() == 0
@@ -270,14 +264,15 @@ def test_a_slow_get_of_a_server_that_stops_gets_its_apis_error_and_leaves_no_tra
         assert "Traceback" not in server.output
 
 
-def test_sigterm_is_minded_on_a_thread_that_is_not_pythons(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_minded_on_a_thread_that_is_not_pythons(number: int, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes, os, signal, threading, time\n"
         "libc, foreign = ctypes.CDLL(None), ctypes.c_ulong()\n"
         "def hand_over():\n"
         f"    while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
         "    libc.pthread_create(ctypes.byref(foreign), None, libc.pause, None)\n"
-        "    signal.pthread_kill(foreign.value, signal.SIGTERM)\n"
+        f"    signal.pthread_kill(foreign.value, {int(number)})\n"
         "threading.Thread(target=hand_over, daemon=True).start()\n"
     )
     with serving(folder, environment={"PYTHONPATH": str(tmp_path)}, fresh=True) as server:
@@ -286,29 +281,28 @@ def test_sigterm_is_minded_on_a_thread_that_is_not_pythons(folder: Path, tmp_pat
         assert server.wait() == 0
 
 
-@pytest.mark.parametrize("num_open", [0, 2])
-def test_a_second_signal_speaks_of_answers_only_where_some_ran(
-    num_open: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Exited(Exception):
-        pass
-
-    def leave(status: int) -> None:
-        raise Exited
-
-    async def signal_twice() -> None:
-        pool = SimpleNamespace(num_running=num_open, drain=asyncio.sleep, stop=list)
-        app = create_app(FakeEngine(), fake_model(), ServerConfig())
-        server = _Server(HttpConfig(app, Limits(10, 10)), cast(Any, pool), 0, lambda: None)
-        server.signalled()
-        server.signalled()
-
-    monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(logging, "shutdown", lambda: None)
-    with pytest.raises(Exited):
-        asyncio.run(signal_twice())
-    assert ("cut off" in caplog.text) == (num_open > 0)
-    assert "stopped at once" in caplog.text
+def test_a_hangup_ends_no_server_whose_threads_wait_for_long(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text("[[keys]]\nname = 'a'\nkey = 'b'\n")
+    file.chmod(0o600)
+    code = (
+        "import os, signal, time, server.cli.watchdog as watchdog\n"
+        "set_timer, looks = signal.setitimer, []\n"
+        "def set_and_wait(*given):\n"
+        "    last = set_timer(*given)\n"
+        f"    if os.path.exists({str(tmp_path / 'go')!r}):\n"
+        "        looks.append(last)\n"
+        "        if len(looks) == 1: os.kill(os.getpid(), signal.SIGHUP); time.sleep(0.5)\n"
+        "        if len(looks) == 6: os.write(1, b'looked for long\\n')\n"
+        "    return last\n"
+        "signal.setitimer, watchdog.LOOK_SECONDS = set_and_wait, 1.5\n"
+    )
+    with serving(folder, "--api-keys", str(file), code=code + MLX_SERVE) as server:
+        assert status_with(server.port, "b") == 200
+        (tmp_path / "go").touch()
+        server.wait_for("was read again")
+        server.wait_for("looked for long")
+        assert status_with(server.port, "b") == 200
 
 
 @pytest.mark.usual
@@ -333,15 +327,6 @@ def test_a_gpu_that_refuses_all_work_ends_the_process_with_an_error(folder: Path
         assert server.wait() == 1
         assert "the GPU refuses all work of this process" in server.output
         assert "Traceback" not in server.output
-
-
-def test_a_key_is_asked_for_and_not_shown(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("geheim\n")
-    with serving(folder, "--api-key-file", str(tmp_path / "key")) as server:
-        assert get(server.port, "/v1/models")[0] == 401
-        assert status_with(server.port, "geheim") == 200
-        assert "geheim" not in server.output
-        assert "Bearer YOUR_KEY" in server.output
 
 
 def test_an_address_that_others_reach_needs_a_key(folder: Path, refused: Callable[..., tuple[int, str]]) -> None:
@@ -373,6 +358,7 @@ def test_only_the_loopback_is_for_this_machine_alone(address: str, is_ours: bool
     assert first == ("http://127.0.0.1:80" if address in ("0.0.0.0", "::") else f"http://{host}:80")
 
 
+@pytest.mark.alone("the report of several machines is another")
 def test_two_servers_see_what_the_other_has_claimed(folder: Path, tmp_path: Path) -> None:
     environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
     with serving(folder, "--cache-memory", "3GB", environment=environment) as first:
@@ -388,30 +374,40 @@ def test_two_servers_see_what_the_other_has_claimed(folder: Path, tmp_path: Path
     assert running(tmp_path / "mlx-serve") == []
 
 
-@pytest.mark.parametrize("moment", ["importing", "weights", "trying"])
-def test_ctrl_c_while_it_starts_ends_it_without_a_word(moment: str, folder: Path, tmp_path: Path) -> None:
-    """Before its own code runs, the interpreter decides: a Ctrl-C while it imports `site` ends it with status 1."""
+@pytest.mark.parametrize(
+    ("moment", "number", "statuses"),
+    [
+        ("weights", signal.SIGINT, (130, -signal.SIGINT)),
+        ("trying", signal.SIGINT, (130, -signal.SIGINT)),
+        ("weights", signal.SIGTERM, (0,)),
+    ],
+)
+def test_a_signal_while_it_starts_ends_it_without_a_word(
+    moment: str, number: int, statuses: tuple[int, ...], folder: Path
+) -> None:
+    with serving(folder, "--log-level", "debug") as server:
+        server.wait_for(moment)
+        server.signal(number)
+        assert server.wait() in statuses
+        assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize("module", ["server.cli.main", "server.cli.start"])
+def test_ctrl_c_while_it_imports_is_not_lost_where_python_drops_exceptions(
+    module: str, folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
+        "import os, signal, sys\n"
         "class Finder:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'server.cli.main': os.write(1, b'importing\\n')\n"
+        f"        if name == {module!r}: Finder()\n"
         "sys.meta_path.insert(0, Finder())\n"
     )
-    start: dict[str, Any] = {"environment": {"PYTHONPATH": str(tmp_path)}, "fresh": True}
-    with serving(folder, "--log-level", "debug", **(start if moment == "importing" else {})) as server:
-        server.wait_for(moment)
-        server.signal(signal.SIGINT)
-        assert server.wait() in (130, -signal.SIGINT)
-        assert "Traceback" not in server.output
-
-
-def test_sigterm_while_it_starts_ends_it_without_a_word(folder: Path) -> None:
-    with serving(folder, "--log-level", "debug") as server:
-        server.wait_for("weights")
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0
-        assert "Traceback" not in server.output
+    with serving(folder, environment={"PYTHONPATH": str(tmp_path)}, fresh=True) as server:
+        assert server.wait() == -signal.SIGINT
+        assert not server.output
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX asks for a compiler on Linux only")
@@ -524,6 +520,7 @@ def test_the_example_is_a_call_that_a_shell_understands() -> None:
     assert json.loads(body)["model"] == "org/it's"
 
 
+@pytest.mark.alone("each machine holds a part of the weights")
 def test_weights_that_the_machine_cannot_hold_are_refused_with_a_smaller_model_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,6 +529,9 @@ def test_weights_that_the_machine_cannot_hold_are_refused_with_a_smaller_model_n
     monkeypatch.setattr("server.app.service.resolve", lambda name: folder)
     with pytest.raises(StartError, match=r"take 200.0 GB, .* memory for 6.9 GB of weights; qwen3:8b would fit"):
         open_service(ServerConfig(models=("qwen3:30b",)))
+    two = Ranks(loopback.Group(0, loopback.Team(2)))
+    with pytest.raises(StartError, match=r"take 100.0 GB on each of 2 machines, .* 6.9 GB of weights"):
+        open_service(ServerConfig(models=("qwen3:30b",)), ranks=two)
 
 
 def test_a_budget_beyond_the_machine_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,6 +553,7 @@ def test_the_budget_leaves_what_others_have_claimed(folder: Path, monkeypatch: p
     assert beside.rest_bytes == 2 * GB
 
 
+@pytest.mark.alone("part of a model has less state than the smallest budget")
 def test_a_budget_is_no_more_than_a_full_context_in_each_slot() -> None:
     few = open_service(ServerConfig(models=("demo",), slots=4))
     more = open_service(ServerConfig(models=("demo",), slots=8))
@@ -594,21 +595,11 @@ def test_clients_ask_by_the_name_given_and_for_a_folder_by_its_own(
     assert model_id(name) == shown
 
 
-def test_a_folder_is_named_absolutely_by_its_own_name(tmp_path: Path) -> None:
-    (tmp_path / "tiny").mkdir()
-    assert model_id(f"{tmp_path}/tiny/") == "tiny"
-    assert model_id("/") == "/"
-
-
 def test_a_folder_in_other_letters_is_the_one_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "Tiny-4bit").mkdir()
     # As a Mac's disk says, which ignores case.
     monkeypatch.setattr(Path, "is_dir", lambda path: True)
     assert model_id(f"{tmp_path}/tiny-4BIT") == model_id(f"{tmp_path}/Tiny-4bit/") == "Tiny-4bit"
-
-
-def test_counts_as_people_read_them() -> None:
-    assert [count_text(n) for n in (999, 1_700_000, 8_190_000_000)] == ["999", "1.7 million", "8.2 billion"]
 
 
 def test_recommended_sampling_is_used(tmp_path: Path) -> None:
@@ -679,6 +670,7 @@ def test_a_service_bounds_the_pool_by_its_budget_which_others_may_change() -> No
         mx.set_cache_limit(limit)
 
 
+@pytest.mark.alone("machines keep the memory that they begin with")
 def test_a_server_grows_to_a_quarter_of_the_machine_once_another_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

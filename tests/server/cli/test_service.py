@@ -261,15 +261,6 @@ def test_the_state_of_an_agent(
     assert (state.is_running, state.pid, state.detail) == (is_running, pid, detail)
 
 
-def test_a_machine_without_the_program_is_told(tmp_path: Path) -> None:
-    def missing(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        raise FileNotFoundError(2, "No such file or directory")
-
-    manager = systemd_manager({"XDG_CONFIG_HOME": str(tmp_path)}, missing)
-    with pytest.raises(StartError, match="systemctl cannot be run"):
-        manager.install(*SPEC)
-
-
 # ---------------------------------------------------------------------------------------------------- commands
 
 

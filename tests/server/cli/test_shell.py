@@ -15,10 +15,9 @@ from server.cli.main import COMMANDS, app, execute, load
 from server.cli.options import SHELLS
 
 ROOT = Path(__file__).parents[3]
-DOCS = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 LINES = [
     ("mlx-serve ser", ["serve", "service"]),
-    ("mlx-serve cache ", ["list", "rm", "tree"]),
+    ("mlx-serve cache ", ["export", "import", "list", "rm", "tree"]),
     ("mlx-serve serve --log-f", ["--log-format"]),
     ("mlx-serve serve demo --log-format ", ["json", "text"]),
     ("mlx-serve serve --log-level de", ["debug"]),

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,10 @@ from models.store.stored_model import Modelfile, WeightsPlace
 from server.app.config import ServerConfig
 from server.app.memory_budget import Claim, Machine, MemoryPlan
 from server.app.service import Service, Wiring, find_float32_bytes, open_service, source_of
-from server.cli.serve import Surroundings, facts, round_count, slowness
+from server.cli.serve import Surroundings, _check_heals, facts, round_count, slowness
 from tests.support.tiny_models import write
 
+pytestmark = pytest.mark.alone("the report of several machines is another")
 GB = 10**9
 ALONE = Surroundings((), "libopenblas.so.0", ["http://127.0.0.1:8080"])
 
@@ -28,6 +30,17 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
 def told(service: Service, around: Surroundings = ALONE, **settings: object) -> dict[str, str]:
     config = ServerConfig(**settings)  # type: ignore[arg-type]
     return dict(facts(service, config, around))
+
+
+def test_a_model_that_sees_says_so(service: Service) -> None:
+    assert "images" not in told(service)
+    sees = replace(service.asked_for, vision=SimpleNamespace())  # type: ignore[arg-type]
+    assert told(replace(service, asked_for=sees))["images"] == "seen"
+
+
+def test_a_heal_of_no_model_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    _check_heals(ServerConfig(heals=("qwen3:*=git", "nosuch=git")), ["demo", "qwen3:8b"])
+    assert caplog.messages == ["--heal nosuch=git heals nothing: no model here is called nosuch"]
 
 
 def test_memory_is_shared_out_to_the_last_byte(service: Service) -> None:

@@ -1,5 +1,6 @@
 """Names of one's own, and the files of models, from the command line."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -15,10 +16,15 @@ from models import loader
 from models.errors import ModelBroken
 from models.names import DEMO_FOLDER, find_stored, resolve
 from models.store.library import create
-from server.app.memory_budget import Machine
+from server.app.config import ServerConfig
+from server.app.memory_budget import Claim, Machine, runtime_folder, take
+from server.app.service import ServiceOpener, source_of
 from server.cli import pull
 from server.cli.main import execute
+from server.cli.serve import _in_use
+from server.pool.memory import PoolMemory
 from tests.models.test_names import COMMIT, hub_cache, write_model
+from tests.support import tiny_vision
 
 __all__ = ["hub_cache"]
 
@@ -64,6 +70,19 @@ def test_a_model_is_made_shown_copied_and_removed(capsys: pytest.CaptureFixture[
     assert "The weights of demo stay; editor:v1, writer use them, too." in output
     assert find_stored("editor") is None
     assert find_stored("editor:v1") is not None
+
+
+def test_a_folder_with_a_tower_is_said_to_see(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tiny_vision.write("qwen3_vl", tmp_path / "tiny")
+    (folder / "preprocessor_config.json").unlink()
+    for has_tower in (True, False):
+        assert ("images       seen" in run(capsys, "show", str(folder))[1]) is has_tower
+        assert open_opener().describe(source_of(str(folder))).capabilities[1:] == ("vision",) * has_tower
+        (folder / "model-vision.safetensors").unlink(missing_ok=True)
+
+
+def open_opener() -> ServiceOpener:
+    return ServiceOpener(ServerConfig(), PoolMemory(1 << 30), None)
 
 
 def test_what_show_prints_as_a_modelfile_makes_the_same(
@@ -141,9 +160,9 @@ FILES = {
 }
 
 
-def pulled(cache: Path) -> Path:
+def pulled(cache: Path, home_name: str = "models--org--name") -> Path:
     """Writes a repository into the cache as huggingface_hub does."""
-    home = cache / "models--org--name"
+    home = cache / home_name
     snapshot = home / "snapshots" / COMMIT
     for folder in (home / "blobs", home / "refs", snapshot):
         folder.mkdir(parents=True)
@@ -193,17 +212,47 @@ def test_each_fault_is_named_and_can_be_removed(
     ]
 
 
-def test_weights_that_a_name_needs_are_not_deleted(capsys: pytest.CaptureFixture[str], hub_cache: Path) -> None:
-    snapshot = pulled(hub_cache)
+def test_weights_that_a_name_or_a_server_needs_are_not_deleted(
+    capsys: pytest.CaptureFixture[str], hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    snapshot, copy = pulled(hub_cache), pulled(hub_cache, "models--copied--name")
     run(capsys, "cp", "org/name", "mine")
     status, _, complaint = run(capsys, "rm", "org/name", "--force")
     assert (status, snapshot.is_dir()) == (1, True)
     assert "mine would have no weights; remove these names first: mlx-serve rm mine" in complaint
     run(capsys, "rm", "mine", "--force")
+    # The draft model may have gone meanwhile.
+    used = _in_use(["demo", f"org/name@{COMMIT}"], ServerConfig(speculate="draft=qwen3"))
+    server, _ = take(runtime_folder(os.environ), Claim(os.getpid(), used, 0, "http://127.0.0.1:1"))
+    assert "org/name is in use by the server at http://127.0.0.1:1" in run(capsys, "rm", "org/name", "--force")[2]
+    short = pulled(hub_cache, "models--mlx-community--Qwen3-0.6B-4bit")
+    assert "qwen3:0.6b is in use by the server" in run(capsys, "rm", "qwen3:0.6b", "--force")[2]
+    server.close()
     assert snapshot.is_dir()
+    assert short.is_dir()
     status, output, _ = run(capsys, "rm", "org/name", "--force")
-    assert (status, snapshot.exists()) == (0, False)
+    assert (status, snapshot.exists(), copy.is_dir()) == (0, False, True), "a copy has the same commit, and stays"
     assert "is deleted" in output
+
+
+def test_a_download_that_stays_is_not_said_to_be_deleted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, hub_cache: Path
+) -> None:
+    snapshot = pulled(hub_cache)
+    part = snapshot.parents[1] / "blobs" / "newer.part"
+    with part.open("ab") as arriving:
+        fcntl.flock(arriving, fcntl.LOCK_EX)
+        status, _, complaint = run(capsys, "rm", "org/name", "--force")
+        assert (status, "is being pulled" in complaint, part.exists()) == (1, True, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_: (_ for _ in ()).throw(PermissionError))
+        status, output, complaint = run(capsys, "rm", "org/name", "--force")
+        assert (status, output, "not all its files were deleted" in complaint) == (1, "", True)
+    (snapshot / "model.safetensors").resolve().unlink()
+    status, output, complaint = run(capsys, "rm", "org/name", "--force")
+    assert (status, output, snapshot.is_dir()) == (1, "", True)
+    assert f"is not whole, and was not deleted; mend it first: mlx-serve pull org/name@{COMMIT}" in complaint
 
 
 def test_weights_are_converted_into_a_name_of_ones_own(capsys: pytest.CaptureFixture[str], manifest: Path) -> None:

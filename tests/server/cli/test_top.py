@@ -1,15 +1,10 @@
 """`mlx-serve top` and `mlx-serve cache tree`: what they show at any size, and how they behave in a terminal."""
 
 import json
-import os
-import pty
 import re
-import select
 import signal
-import struct
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +21,7 @@ from server.cli.cache import tree_lines
 from server.cli.main import app
 from server.cli.top import BAR, TopPage, _after, gauge, lines, speeds_between
 from server.pool.pool import ModelPool
+from tests.server.cli.test_chat import Terminal
 from tests.support import forked
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
@@ -134,7 +130,7 @@ def tree(
     held = {"span": 10, "window": 0, "point": 0, "live": 0, "disk": 7}
     return {
         "model": "m", "bytes": held, "num_tokens": 60, "num_nodes": len(nodes), "nodes": nodes,
-        "disk_nodes": disk_nodes or [], "truncated": False, **fields,
+        "disk_nodes": disk_nodes or [], "truncated": False, "namespace": "", "namespaces": None, **fields,
     }  # fmt: skip
 
 
@@ -161,6 +157,12 @@ def test_the_tree_has_a_line_for_each_edge() -> None:
         "│ … 2 more",
         "└ 9 memory 2.0 MB  words 4",
     ]
+    others = [{"namespace": name, "num_tokens": 1000 + at} for at, name in enumerate(("", "k\x1b", *"abcdefghi"))]
+    assert [line.plain for line in tree_lines(tree([], namespaces=others))][-1].startswith(
+        "other namespaces, for --namespace: k\\x1b, 1 001 tokens; a, 1 002 tokens; b,"
+    )
+    assert [line.plain for line in tree_lines(tree([], namespaces=others))][-1].endswith("; and 2 more")
+    assert len(list(tree_lines(tree([], namespaces=others[:1])))) == 2
     assert [line.plain for line in tree_lines(tree([], truncated=True))][1:] == [
         "nothing is held", "there is more: --limit shows up to 10000 edges",
     ]  # fmt: skip
@@ -226,81 +228,36 @@ def test_the_tree_of_a_running_server_is_printed(tmp_path: Path, monkeypatch: py
         assert isinstance(wrong.exception, StartError) and "nobody" in str(wrong.exception)
 
 
-class Terminal:
-    """The command in a terminal of 80 columns and 24 rows."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._main, other = pty.openpty()
-        import fcntl
-        import termios
-
-        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        self.before = termios.tcgetattr(other)
-        environment = {**os.environ, "TERM": "xterm-256color"}
-        self.process = forked.start(
-            *arguments, imported=forked.COMMANDS, stdin=other, stdout=other, stderr=other, env=environment
-        )
-        self._other = other
-        self.text = ""
-
-    def wait_for(self, text: str, seconds: float = 120.0) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.text:
-            assert time.monotonic() < deadline, self.text[-2000:]
-            if select.select([self._main], [], [], 0.2)[0]:
-                self.text += os.read(self._main, 65_536).decode(errors="replace")
-
-    def type(self, text: str) -> None:
-        self.text = ""
-        os.write(self._main, text.encode())
-
-    def is_as_before(self) -> bool:
-        import termios
-
-        return termios.tcgetattr(self._other) == self.before
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self._main)
-        os.close(self._other)
-
-
 @contextmanager
-def terminal(*arguments: str) -> Iterator[Terminal]:
-    found = Terminal(*arguments)
-    try:
-        yield found
-    finally:
-        found.close()
+def top(address: str) -> Iterator[Terminal]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm-256color")
+        screen = Terminal("top", address, "--interval", "0.2", imported=forked.COMMANDS)
+    with closing(screen):
+        screen.wait_for("no request is running")
+        yield screen
 
 
 @pytest.mark.parametrize("how", ["q", "Ctrl-C", "SIGTERM"])
 def test_it_is_watched_and_left(how: str) -> None:
     app_ = create_app(FakeEngine(Script(step_seconds=0.05)), fake_model(), ServerConfig())
-    with running(app_) as address, terminal("top", address, "--interval", "0.2") as screen:
-        screen.wait_for("no request is running")
+    with running(app_) as address, top(address) as screen:
         screen.type("h")
-        screen.wait_for("restored, hence not evaluated again")
+        at = screen.wait_for("restored, hence not evaluated again")
         screen.type("h")
-        screen.wait_for("saved")
+        screen.wait_for("saved", at)
         if how == "q":
             screen.type("q")
         else:
             screen.process.send_signal({"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}[how])
-        status = screen.process.wait(120)
-        assert status == {"q": 0, "Ctrl-C": 130, "SIGTERM": 143}[how]
-        screen.wait_for("\x1b[?1049l")
+        screen.wait_for("\x1b[?1049l", at)
+        assert screen.process.wait(120) == {"q": 0, "Ctrl-C": 130, "SIGTERM": 143}[how]
         assert screen.is_as_before()
 
 
 def test_a_server_that_goes_is_waited_for() -> None:
-    with running(create_app(FakeEngine(), fake_model(), ServerConfig())) as address:
-        found = Terminal("top", address, "--interval", "0.2")
-        found.wait_for("no request is running")
-    try:
-        found.wait_for("trying again")
-        assert found.process.poll() is None
-    finally:
-        found.close()
+    with ExitStack() as stack:
+        with running(create_app(FakeEngine(), fake_model(), ServerConfig())) as address:
+            screen = stack.enter_context(top(address))
+        screen.wait_for("trying again")
+        assert screen.process.poll() is None

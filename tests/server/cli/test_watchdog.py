@@ -3,6 +3,8 @@
 import contextlib
 import http.client
 import json
+import linecache
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -56,11 +58,6 @@ else:
     is_meant = is_first if kind == "first" else is_engine
     mx.eval, mx.async_eval = planted(mx.eval, is_meant), planted(mx.async_eval, is_meant)
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write("qwen3", tmp_path_factory.mktemp("models") / "tiny")
 
 
 @contextlib.contextmanager
@@ -121,8 +118,10 @@ def test_a_step_that_returns_was_no_hang_and_the_next_one_is_told_later() -> Non
 
 @pytest.mark.parametrize("after_seconds", [5, 0])
 def test_one_stuck_engine_fails_those_who_wait_for_it_alone(
-    after_seconds: float, caplog: pytest.LogCaptureFixture
+    after_seconds: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read = list[str]()
+    monkeypatch.setattr(linecache, "checkcache", read.append)
     hangs, stuck, other, told = Hangs(after_seconds, exits=False), FakeEngine(), FakeEngine(), list[Any]()
     hangs.engines, hangs.post = lambda: {"stuck": stuck, "other": other}, told.append
     seconds = list[Any]()
@@ -137,6 +136,8 @@ def test_one_stuck_engine_fails_those_who_wait_for_it_alone(
         assert told == [stuck.fail_waiting] and stuck.num_stuck == 1
         assert seconds == [*[None] * 6, 6, 7, None]
         assert "stuck is stuck" in caplog.text and "thread MainThread: " in caplog.text
+        assert not read, "no file is read: a disk may be what hangs"
+        assert re.search(r"test_watchdog\.py:\d+ test_one_stuck_engine\w+ > watchdog\.py:\d+ look > ", caplog.text)
         assert "stuck works again" in caplog.text
     else:
         assert not any(seconds) and not told and not caplog.text
@@ -213,7 +214,7 @@ def test_a_process_that_was_stopped_for_a_while_has_no_hang(folder: Path, tmp_pa
         ("C with Python's lock", signal.SIGTERM),
         ("lock", signal.SIGTERM),
         ("disk", signal.SIGINT),
-        ("loader", signal.SIGTERM),
+        pytest.param("loader", signal.SIGTERM, marks=pytest.mark.alone("machines serve one model only")),
     ],
 )
 def test_a_signal_ends_the_process_whatever_hangs(
@@ -236,6 +237,21 @@ def test_a_signal_ends_the_process_whatever_hangs(
         assert server.wait() == (0 if kind == "loader" else signal.SIGALRM), server.output
         if kind != "loader":
             assert "most recent call first" in server.output, "every thread's stack is in the log"
+
+
+@pytest.mark.parametrize("other", [signal.SIGHUP, signal.SIGINT])
+def test_a_sigterm_is_heard_once_right_beside_another_signal(
+    other: signal.Signals, folder: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.touch(mode=0o600)
+    keys.write_text(f'[[keys]]\nname = "own"\nkey = "{"k" * 40}"\n')
+    for numbers in ((signal.SIGTERM, other), (other, signal.SIGTERM)):
+        with serving(folder, tmp_path, "C", "--api-keys", str(keys)) as server:
+            assert server.port
+            for number in numbers:
+                server.signal(number)
+            assert server.wait() == 0, server.output
 
 
 @pytest.mark.usual
@@ -264,6 +280,7 @@ def test_one_stuck_model_of_two_is_named_and_the_other_one_answers(folder: Path,
         assert (status, body["status"], list(body["stuck"])) == (503, "stuck", ["tiny"])
 
 
+@pytest.mark.alone("machines serve one model only")
 def test_an_engine_that_works_keeps_the_time_of_drain_beside_one_that_hangs(folder: Path, tmp_path: Path) -> None:
     """Tokens are progress; an answer is not cut off."""
     with serving(folder, tmp_path, "loader", "--drain", "1000") as server:

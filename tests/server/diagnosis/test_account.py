@@ -80,6 +80,19 @@ def test_of_missing_state_the_reason_is_what_the_cache_still_knew() -> None:
         assert miss is not None and miss.reason is reason
 
 
+def test_the_last_tokens_of_an_answer_that_nobody_evaluated_yet_are_no_evicted_state() -> None:
+    prompt, reply = Prompt((Part("user", "a" * 50),)), Part("assistant", "b" * 20)
+    previous = evaluated(prompt, reply)
+    request = rendered(Prompt((*prompt.parts, reply, Part("user", "c"))))
+    num_known = len(previous.tokens)
+    miss = explain(previous, request, match=num_known - 1, hit=num_known - 1).miss
+    assert miss is not None and (miss.reason, miss.lost_tokens) == (MissReason.TEMPLATE, 1)
+    cleared = explain(replace(previous, lost=Cause.CLEARED), request, match=num_known - 1, hit=num_known - 1).miss
+    assert cleared is not None and cleared.reason is MissReason.CLEARED
+    much = explain(previous, request, match=previous.num_prompt_tokens, hit=previous.num_prompt_tokens).miss
+    assert much is not None and much.reason is MissReason.EVICTED
+
+
 def test_what_was_known_but_not_restorable_is_told_of_a_first_request_too() -> None:
     request = rendered(Prompt((Part("user", "a" * 50),)))
     miss = explain(None, request, match=45, hit=5).miss

@@ -19,7 +19,6 @@ from server.diagnosis.account import (
 from server.diagnosis.causes import Cause, advice
 from server.diagnosis.compare import Turn, find_changes_between
 from server.diagnosis.prompt import Part, Prompt
-from server.diagnosis.words import find_changes
 from server.doctor.recorded import characters_of
 
 OPENING = "Please read this list of things that I would like to buy: {} and bread."
@@ -74,19 +73,31 @@ def test_a_message_removed_before_an_edited_one_is_no_summary() -> None:
     assert causes(earlier, later) == [(Cause.REMOVED, 1), (Cause.EDITED, 1)]
 
 
+@pytest.mark.parametrize("files", [(), ("My files.", "Ok.")], ids=["rules", "files and rules"])
+def test_what_stood_beside_a_question_asked_again_has_moved_and_no_message_is_there_twice(
+    files: tuple[str, ...],
+) -> None:
+    question, rules = "Mend it.", f"Mend it. {'Say no more than that. ' * 4}"
+    earlier, reply = prompt(*files, rules), Part("assistant", "It is mended.")
+    later = prompt(question, reply.text, "It ran.", "Ok.", *files, rules)
+    changes = find_changes_between(Turn(earlier, reply), later)
+    assert [(change.cause, change.message_index) for change in changes] == [(Cause.NOTE, 0)]
+
+
+def test_examples_of_which_some_are_drawn_again_in_another_place_are_no_trimmed_history() -> None:
+    said = [f"How heavy is a {item}?|It is {item}-heavy." for item in ("pear", "plum", "fig", "nut")]
+    first, second = ([text for one in pairs for text in one.split("|")] for pairs in (said[:3], said[1:]))
+    assert causes(prompt(*first, "And a cat?"), prompt(*second, "And a cat?", "Very.", "A dog?")) == [
+        (Cause.EXAMPLES, 0)
+    ]
+
+
 def test_a_message_put_in_before_an_edited_one_is_told_beside_it() -> None:
     earlier = prompt(OPENING.format("milk"), "Bread it is.", "And now?")
     parts = earlier.parts
     edited = Part("user", OPENING.format("soap"))
     later = Prompt((Part("assistant", "Welcome!"), edited, *parts[1:], Part("assistant", "Go."), Part("user", "Eh?")))
     assert causes(earlier, later) == [(Cause.INSERTED, 0), (Cause.EDITED, 1)]
-
-
-def test_several_changes_of_a_text_are_each_told_by_the_words_around_them() -> None:
-    before = "Session id: kqzw\nThere are 5 apples in the basket of the shop."
-    after = "Session id: hjvb\nThere are 6 apples in the basket of the shop."
-    assert [change.cause for change in find_changes(before, after)] == [Cause.NONCE, Cause.COUNTER]
-    assert "There are 5 apples" in find_changes(before, after)[1].before
 
 
 SHOP = (
@@ -138,12 +149,6 @@ def test_a_clock_that_keeps_conversations_from_sharing_is_told(session_ids: bool
 )
 def test_conversations_that_share_nothing_or_all_are_told_nothing(first: Prompt, second: Prompt) -> None:
     assert accounts(first, second) == [[], []]
-
-
-def test_no_clock_is_told_of_a_conversation_that_has_none() -> None:
-    rules = "Be kind, and count each item twice. " * 20
-    first, second = asked(f"It is 09:16. {rules}", "Far?"), asked(f"{rules} Say nothing of wine.", "Milk?")
-    assert Cause.CLOCK not in [cause for cause, _ in accounts(first, second)[1]]
 
 
 def test_a_clock_is_not_told_where_another_conversation_begins_just_like_the_request() -> None:
@@ -246,11 +251,6 @@ def test_turns_and_conversations_that_are_kept_are_limited(monkeypatch: pytest.M
         )
     _, previous = looked.find(None, rendered(prompt(OPENING.format("milk"), "Answer 0.", "And now?")), "3")
     assert previous is None
-
-
-def test_conversations_of_other_namespaces_are_not_looked_at() -> None:
-    first, other = asked("It is 09:16.", "Far?", "a"), asked("It is 09:17.", "Milk?", "b")
-    assert accounts(first, other, asked("It is 09:17.", "Apples?", "a"))[2] == [(Cause.CLOCK, 0)]
 
 
 def test_what_went_with_an_unloaded_model_is_told_so() -> None:

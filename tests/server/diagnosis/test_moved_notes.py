@@ -23,6 +23,11 @@ def prompt(*said: str) -> Prompt:
         (["s:S", f"u:{NOTE}\none"], ["s:S", "u:one", "a:A", f"u:{NOTE}\ntwo"], (3, "two")),
         (["s:S", "u:one", f"s:{NOTE}"], ["s:S", "u:one", "a:A", "u:two", f"s:{NOTE}"], (4, "")),
         (["s:S", "u:one", f"u:{NOTE}"], ["s:S", "u:one", "a:A", "t:result", f"u:{NOTE} Now!"], (4, "")),
+        (
+            ["s:S", f"u:one\n{NOTE}", "a:A", "t:result"],
+            ["s:S", "u:one", "a:A", "t:result", "a:B", f"u:two\n{NOTE}"],
+            (5, "two"),
+        ),
         # the same history goes on
         (["s:S", "u:one"], ["s:S", "u:one", "a:A", "u:two"], None),
         (["s:S", "u:one", f"s:{NOTE}"], ["s:S", "u:one", f"s:{NOTE}", "a:A", f"s:{NOTE}"], None),

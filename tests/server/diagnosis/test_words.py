@@ -67,6 +67,7 @@ COUNTERS = [
     ("Memory [49% — 1,085/2,200 chars]", "Memory [50% — 1,085/2,200 chars]"),
     ("used 1,085/2,200", "used 1,125/2,200"),
     ("Turn 9 of the talk", "Turn 10 of the talk"),
+    ("spent $0.12.", "spent $0.19."),
     ("budget: $3.20 left", "budget: $2.95 left"),
     ("tokens=512;", "tokens=1024;"),
     ("step #3", "step #4"),

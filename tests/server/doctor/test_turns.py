@@ -13,29 +13,16 @@ CLOCK = {"cause": "date or time", "before": "It is 09:16.", "after": "It is 09:1
 def miss(reason: str = "system_changed", **fields: Any) -> dict[str, Any]:
     role = fields.pop("role", "system")
     return {
-        "reason": reason,
-        "cause": "edited text",
-        "message_index": 0 if role == "system" else 3,
-        "role": role,
-        "token": 8,
-        "before": "You are kind.",
-        "after": "You are a titler.",
-        "lost_tokens": 800,
-        **fields,
-    }
+        "reason": reason, "cause": "edited text", "message_index": 0 if role == "system" else 3, "role": role,
+        "token": 8, "before": "You are kind.", "after": "You are a titler.", "lost_tokens": 800, **fields,
+    }  # fmt: skip
 
 
 def turn(*misses: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {
-        "prompt_tokens": 1000,
-        "cached_tokens": 100,
-        "evaluated_tokens": 900,
-        "completion_tokens": 50,
-        "prompt_ms": 1800.0,
-        "kept": 0.1,
-        "misses": list(misses),
-        **fields,
-    }
+        "prompt_tokens": 1000, "cached_tokens": 100, "evaluated_tokens": 900, "completion_tokens": 50,
+        "prompt_ms": 1800.0, "kept": 0.1, "misses": list(misses), **fields,
+    }  # fmt: skip
 
 
 def session(*turns: dict[str, Any], num_turns: int | None = None) -> dict[str, Any]:

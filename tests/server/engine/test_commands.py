@@ -1,6 +1,7 @@
-"""Commands, run by the worker over the fake model."""
+"""Commands and primed prefixes, run by the worker over the fake model."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from server.engine.commands import (
     pin_turn,
     unpin_session,
 )
+from server.engine.request import Delta, Finished, FinishReason
 from tests.support.engine_driver import Collected, Harness
+from tests.support.fake_model import LAYOUTS
 from tests.support.fake_runner import reference
 
 pytestmark = pytest.mark.usefixtures("exact_buffers", "overlaps")
@@ -44,14 +47,6 @@ def fill(harness: Harness) -> None:
 
 def known(harness: Harness, tokens: list[int]) -> int:
     return harness.prefix_cache.peek(Lookup(np.array([*tokens, 9], np.int32)))
-
-
-def test_the_cache_is_described_with_its_first_tokens() -> None:
-    harness = Harness()
-    harness.run(harness.submit(STORY, namespace="ours", max_tokens=0))
-    (edge,) = describe_cache(harness.worker, "ours", 10).nodes
-    assert edge.stop == 40 and edge.first_tokens.tolist() == STORY[:24]
-    assert describe_cache(harness.worker, "theirs", 10).nodes == []
 
 
 def test_an_edge_is_looked_at_closely_by_its_number() -> None:
@@ -82,17 +77,6 @@ def test_clearing_says_what_it_freed_and_frees_no_more() -> None:
     assert harness.prefix_cache.peek(Lookup(np.array([*STORY, 9], np.int32), namespace="theirs")) == 40
 
 
-def test_a_request_that_runs_is_not_harmed_by_a_clear() -> None:
-    harness = Harness(chunk_tokens=8)
-    sink = harness.submit(STORY, max_tokens=12, ignore_eos=True)
-    for _ in range(30):
-        harness.step()
-        clear_cache(harness.worker, "")
-        harness.prefix_cache.check()
-    harness.run()
-    assert sink.tokens == reference(STORY, 12, ignore_eos=True)
-
-
 def test_a_pinned_session_stays_with_all_its_turns_until_it_is_unpinned() -> None:
     harness = budgeted(300)
     first = harness.submit(STORY, session_id="s", max_tokens=4, ignore_eos=True)
@@ -115,33 +99,15 @@ def test_a_session_of_another_namespace_or_none_cannot_be_pinned() -> None:
     assert pin_session(harness.worker, "theirs", "t") == 0
 
 
-def test_a_forgotten_session_is_pinned_no_longer() -> None:
-    harness = budgeted(300)
-    harness.run(harness.submit(STORY, session_id="s", max_tokens=2))
-    pin_session(harness.worker, "", "s")
-    forget_session(harness.worker, "", "s")
-    fill(harness)
-    assert known(harness, STORY) == 0
-
-
 @pytest.mark.parametrize("seconds", [PIN_SECONDS / 2, PIN_SECONDS + 1])
 def test_a_turn_is_held_for_as_long_as_most_tools_take(seconds: float) -> None:
     harness = budgeted(300)
     sink = harness.submit(STORY, max_tokens=6, ignore_eos=True)
     harness.run()
-    pin_turn(harness.worker, "", "s", np.array(STORY, np.int32), sink.tokens)
+    pin_turn(harness.worker, "", "s", np.array(STORY, np.int32), sink.tokens, harness.now)
     harness.now += seconds
     fill(harness)
     assert (known(harness, STORY) > 0) == (seconds < PIN_SECONDS)
-
-
-def test_a_turn_that_is_held_keeps_nobody_waiting() -> None:
-    harness = budgeted(300)
-    harness.run(harness.submit(STORY, max_tokens=2))
-    pin_turn(harness.worker, "", "s", np.array(STORY, np.int32), [])
-    large = harness.submit(list(range(50, 330)), max_tokens=2)
-    harness.run()
-    assert large.started.hit_tokens == 0 and known(harness, STORY) == 0
 
 
 def ask(harness: Harness, prompt: list[int], session_id: str, namespace: str = "") -> Collected:
@@ -169,32 +135,6 @@ def test_the_same_name_in_another_namespace_is_left_alone() -> None:
     assert harness.worker.state.last("theirs", "s") is not None
     assert [slot.session_id for slot in harness.prefix_cache.slots if slot.namespace == "ours"] == [None]
     assert [slot.session_id for slot in harness.prefix_cache.slots if slot.namespace == "theirs"] == ["s"]
-
-
-def test_an_answer_that_has_just_ended_is_cleared_with_the_rest() -> None:
-    harness = Harness()
-    ask(harness, PROMPT, "s")
-    clear_cache(harness.worker, "")
-    harness.step(2)
-    harness.prefix_cache.check()
-    assert known(harness, PROMPT) == 0
-
-
-def test_a_session_can_be_pinned_as_soon_as_its_first_answer_has_ended() -> None:
-    harness = Harness()
-    ask(harness, PROMPT, "s")
-    assert pin_session(harness.worker, "", "s") >= len(PROMPT)
-
-
-def test_a_running_request_of_a_forgotten_session_goes_on() -> None:
-    harness = Harness()
-    sink = harness.submit(PROMPT, session_id="s", max_tokens=6, ignore_eos=True)
-    harness.step(4)
-    forget_session(harness.worker, "", "s")
-    harness.run(sink)
-    assert len(sink.tokens) == 6
-    harness.step(2)
-    assert harness.worker.state.last("", "s") is not None
 
 
 def test_idle_state_goes_as_far_as_asked_and_running_requests_keep_theirs() -> None:
@@ -253,3 +193,86 @@ def test_what_is_forgotten_is_no_longer_quoted(
     assert (quoted(harness, "ours") == []) == forgets
     harness.prefix_cache.clear()
     assert quoted(harness, "ours") == quoted(harness, "theirs") == []
+
+
+PREFIX = [1, 2, 3, 4, 5] * 8
+
+
+def prime(harness: Harness, prompt: list[int], **fields: Any) -> Collected:
+    """Primes a prompt and returns its events."""
+    sink = harness.submit(prompt, max_tokens=0, **fields)
+    harness.run(sink)
+    return sink
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_primed_prefix_is_restored_whole_and_nothing_was_sampled(layout: str) -> None:
+    harness = Harness(layout)
+    sink = prime(harness, PREFIX)
+    assert isinstance(sink.last, Finished) and sink.last.reason is FinishReason.LENGTH
+    assert sink.last.timings.predicted_tokens == 0 and not any(isinstance(e, Delta) for e in sink.events)
+    assert all(kind == "prefill" for kind, *_ in harness.runner.log)
+    for end in (7, 8):
+        later = harness.submit([*PREFIX, end, 9, 9], max_tokens=3)
+        harness.run(later)
+        assert later.started.hit_tokens == len(PREFIX)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_end_of_a_primed_prefix_is_an_explicit_restore_point_also_where_it_was_known(layout: str) -> None:
+    harness = Harness(layout)
+    harness.run(harness.submit([*PREFIX, 6, 7, 8], max_tokens=4))
+    prime(harness, PREFIX)
+    nodes = list(harness.prefix_cache.memory.nodes())
+    node = next(node for node in nodes if node.stop == len(PREFIX))
+    assert node.is_explicit
+    assert harness.prefix_cache.peek(Lookup(np.array([*PREFIX, 9, 9], np.int32))) == len(PREFIX)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prime_that_is_cancelled_keeps_its_progress(layout: str) -> None:
+    harness = Harness(layout, chunk_tokens=8)
+    harness.submit(PREFIX, max_tokens=0, request_id="p")
+    harness.step(3)
+    harness.worker.cancel("p")
+    harness.run()
+    again = prime(harness, PREFIX)
+    assert again.started.match_tokens == 24
+    if layout == "T":
+        assert again.started.hit_tokens == 24
+
+
+def test_any_request_that_somebody_waits_for_ends_what_is_evaluated_ahead() -> None:
+    harness = Harness()
+    ahead = [
+        harness.submit([*range(start, start + 199)], max_tokens=0, is_idle_work=True, session_id=session)
+        for start, session in ((1, "s"), (300, "other"))
+    ]
+    harness.step(3)
+    turn = harness.submit([*range(1, 200), 7], session_id="s")
+    assert [sink.last.reason for sink in ahead] == [FinishReason.CANCELLED] * 2
+    harness.run()
+    assert turn.started.hit_tokens > 0, "what was evaluated ahead stays"
+
+
+def test_nothing_is_evaluated_ahead_while_a_prompt_waits_for_its_first_token() -> None:
+    harness = Harness()
+    turn = harness.submit([*range(1, 200)], max_tokens=4)
+    harness.step(2)
+    ahead = harness.submit([*range(300, 400)], max_tokens=0, is_idle_work=True)
+    assert ahead.last.reason is FinishReason.CANCELLED
+    harness.run()
+    assert turn.last.reason is FinishReason.LENGTH
+
+
+def test_what_is_evaluated_ahead_is_no_turn_of_its_session() -> None:
+    harness = Harness()
+    harness.submit([*range(1, 60)], session_id="s", max_tokens=2)
+    harness.run()
+    before = harness.worker.state.last("", "s")
+    harness.submit([*range(1, 40), *range(100, 140)], max_tokens=0, is_idle_work=True, session_id="s")
+    harness.run()
+    after = harness.worker.state.last("", "s")
+    assert before is not None
+    assert after is not None
+    assert after.tolist() == before.tolist()

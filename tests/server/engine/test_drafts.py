@@ -9,11 +9,12 @@ import pytest
 
 from cache.layers import layout as layout_module
 from cache.lease import Lease
+from models.inference.abilities import Feeds
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import OutputGrammar
 from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.decode import MAX_KNOWN_TOKENS
-from server.engine.request import Event, Failed, Finished, FinishReason, StepFailed
+from server.engine.request import Event, Failed, Finished, FinishReason
 from tests.server.engine.test_grammar import BOUND, CALLS, bound_reference, sampled
 from tests.server.engine.test_preemption import Tight
 from tests.support import fake_model
@@ -41,6 +42,8 @@ class Drafted(Harness):
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             super().step()
+            # Else it would be learned as the next step begins.
+            self.worker._decode.learn(self.worker._decode.seconds)
             assert_logs_hold(self)
 
 
@@ -125,16 +128,6 @@ def test_events_and_cached_tokens_are_those_without_drafts(end: str, layout: str
         assert (oracle.num_accepted > 0) == (error_rate < 1 and end != "one token")
 
 
-def test_without_anything_to_draft_steps_are_those_without_speculation() -> None:
-    logs = []
-    for oracle in (None, Oracle(idles=1.0)):
-        harness = Drafted(oracle=oracle)
-        harness.run(*[harness.submit(prompt_of(seed, 20), max_tokens=9, ignore_eos=True) for seed in (1, 2)])
-        logs.append(harness.runner.log)
-        assert harness.runner.feeds == [] and (oracle is None or oracle.asked == 0)
-    assert logs[0] == logs[1]
-
-
 def test_steps_without_drafts_and_without_prefill_are_observed() -> None:
     oracle = Oracle(idles=1.0)
     harness = Drafted(oracle=oracle, chunk_tokens=16)
@@ -205,22 +198,6 @@ def test_all_seconds_of_decoding_are_told_once(layout: str) -> None:
     assert is_complete > 5 and len(oracle.learned) > 4 and len(oracle.observed) > 4
 
 
-def test_only_who_may_be_drafted_for_is() -> None:
-    oracle = Oracle()
-    harness, prompts = Drafted(oracle=oracle), [prompt_of(seed, 20) for seed in (1, 2, 3)]
-    sinks = [
-        harness.submit(prompt, max_tokens=30, ignore_eos=True, speculates=number == 1)
-        for number, prompt in enumerate(prompts)
-    ]
-    harness.run()
-    assert [sink.tokens for sink in sinks] == [reference(prompt, 30, ignore_eos=True) for prompt in prompts]
-    assert [sink.last.timings.accepted_tokens > 0 for sink in sinks] == [False, True, False]
-    assert [(1, 0), (1, 6), (1, 0)] in harness.runner.feeds
-    asked = oracle.asked
-    harness.run(harness.submit(prompt_of(4, 20), ignore_eos=True, speculates=False))
-    assert oracle.asked == asked, "a step waited for a draft that nobody may have"
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_counts_tell_what_was_drafted_and_accepted(layout: str) -> None:
     oracle = Oracle(0.3)
@@ -250,29 +227,10 @@ def test_nothing_is_launched_behind_the_last_token_after_drafts(overlaps: bool) 
     assert [entry for entry in harness.runner.log if entry[0] == "decode"] == [("decode", 1)] * 4
 
 
-def test_the_last_token_of_what_nobody_keeps_is_not_evaluated() -> None:
-    harness = Drafted(oracle=Oracle(length=6))
-    sink = harness.submit(prompt_of(1, 20), max_tokens=10, ignore_eos=True, cache_prompt=False)
-    harness.run()
-    assert sink.tokens == FREE[:10]
-    assert harness.runner.feeds == [[(1, 6)], [(1, 2)]]
-    assert [entry for entry in harness.runner.log if entry[0] == "decode"] == [("decode", 1)] * 2
-
-
-def test_an_end_that_was_drafted_needs_no_step_of_its_own() -> None:
-    prompt = next(p for p in (prompt_of(seed, 20) for seed in range(99)) if 3 < len(reference(p, 9)) < 7)
-    output = reference(prompt, 9)
-    harness = Drafted(oracle=Oracle(length=9))
-    harness.submit(prompt, max_tokens=20)
-    harness.step(2)
-    assert not harness.worker.has_work
-    assert harness.runner.feeds == [[(1, len(output))]], "something behind the end was evaluated"
-
-
 @pytest.mark.parametrize("layout", ["T", "R"])
 def test_feeds_stay_within_what_the_runner_takes(layout: str) -> None:
     harness, prompt = Drafted(layout, Oracle(0.2, length=40)), prompt_of(1, 20)
-    harness.runner.max_feed_tokens = 5
+    harness.runner.abilities.feeds = Feeds({}, together=True, max_tokens=5)
     sink = harness.submit(prompt, max_tokens=60, ignore_eos=True)
     harness.run()
     assert sink.tokens == reference(prompt, 60, ignore_eos=True)
@@ -296,16 +254,6 @@ def test_what_is_fed_again_after_drafts_taken_back_is_bounded(layout: str, monke
     assert max(known for known, _ in fed) > MAX_KNOWN_TOKENS, "no list of known tokens grew"
     assert all(drafted == 0 for known, drafted in fed if known > MAX_KNOWN_TOKENS)
     assert max(known + drafted for known, drafted in fed) <= MAX_KNOWN_TOKENS + 4
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_with_drafts_join_and_leave_like_others(layout: str) -> None:
-    harness = Drafted(layout, Oracle(0.2, idles=0.3), num_slots=3)
-    prompts = [prompt_of(5, 30) + prompt_of(seed, 5 + seed) for seed in range(8)]
-    sinks = [harness.submit(prompt, max_tokens=4 + 3 * n, speculates=n != 3) for n, prompt in enumerate(prompts)]
-    harness.run()
-    for n, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
-        assert sink.tokens == [token for token in reference(prompt, 4 + 3 * n) if token != EOS]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -477,21 +425,6 @@ def test_an_error_of_ours_while_drafts_are_accepted_is_not_hidden_behind_a_repla
     assert not sink.is_over
 
 
-def test_a_row_that_fails_with_drafts_and_without_fails_alone() -> None:
-    poison = 77
-    runner = FakeRunner(
-        fault=lambda kind, rows: "read" if kind == "decode" and any(poison in row for row in rows) else None
-    )
-    harness = Harness(speculation=Oracle(0.1), runner=runner)
-    good = [harness.submit(prompt_of(seed, 12), max_tokens=40, ignore_eos=True) for seed in (1, 2)]
-    harness.step(2)
-    bad = harness.submit([*prompt_of(3, 6), poison], max_tokens=5)
-    harness.run()
-    assert isinstance(bad.last, Failed) and isinstance(bad.last.error, StepFailed)
-    for seed, sink in zip((1, 2), good, strict=True):
-        assert sink.tokens == reference(prompt_of(seed, 12), 40, ignore_eos=True)
-
-
 @pytest.mark.parametrize("layout", ["T", "R"])
 def test_a_draft_ends_before_what_a_grammar_forbids(layout: str) -> None:
     def after(prompt: Sequence[int], output: Sequence[int]) -> int:
@@ -505,15 +438,6 @@ def test_a_draft_ends_before_what_a_grammar_forbids(layout: str) -> None:
     assert sink.tokens == bound_reference(prompt, 30)
     assert harness.runner.feeds and all(drafted <= 3 for ((_, drafted),) in harness.runner.feeds)
     assert oracle.begun[0].refused.count(3) > 3, "what cannot come true is not counted as wrong"
-
-
-def test_a_draft_of_which_a_grammar_allows_nothing_is_wrong_too() -> None:
-    oracle, prompt = Oracle(after=lambda *_: EOS), prompt_of(1, 20)
-    harness = Drafted(oracle=oracle)
-    sink = harness.submit(prompt, max_tokens=9, grammar=BOUND)
-    harness.run()
-    assert sink.tokens == bound_reference(prompt, 9) and harness.runner.feeds == []
-    assert oracle.begun[0].refused == [0] * oracle.asked and oracle.asked > 3
 
 
 def test_nothing_is_evaluated_behind_the_end_of_a_grammar() -> None:

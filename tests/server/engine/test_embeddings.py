@@ -41,27 +41,6 @@ def calibrated(harness: Harness) -> list[LayerCache]:
     return list(caches)
 
 
-def test_short_texts_of_several_requests_are_evaluated_together() -> None:
-    harness = Harness(chunk_tokens=16)
-    jobs = [job_of(3, 4), job_of(4), job_of(9, 2)]
-    for job in jobs:
-        harness.worker.embed(job)
-    harness.run()
-    # Three of four tokens at most; a fourth of two fits beside them, but nine would make it too wide.
-    assert harness.embedder.log == [(3, 4, 4, 2), (9,)]
-    for job in jobs:
-        assert_answered(job)
-
-
-def test_texts_of_another_pooling_wait_for_their_turn() -> None:
-    harness = Harness(chunk_tokens=16)
-    jobs = [job_of(3), job_of(3, pooling=Pooling.LAST), job_of(2)]
-    for job in jobs:
-        harness.worker.embed(job)
-    harness.run()
-    assert harness.embedder.log == [(3, 2), (3,)]
-
-
 def test_a_long_text_is_evaluated_in_chunks_and_its_memory_given_back() -> None:
     harness = Harness(chunk_tokens=16)
     job = job_of(40, 3)
@@ -100,16 +79,6 @@ def test_an_answer_takes_the_memory_of_a_text_which_begins_anew_later() -> None:
     assert_answered(job)
     assert harness.embedder.log[:2] == [(16,), (16,)]
     assert len(harness.embedder.log) == 6, "it did not make way, or was not begun anew"
-
-
-def test_a_long_text_goes_on_while_all_slots_are_taken_and_more_wait() -> None:
-    harness = Harness(num_slots=1, chunk_tokens=16)
-    answers = [harness.submit(range(10 * number, 10 * number + 4), max_tokens=200) for number in range(1, 9)]
-    job = job_of(40)
-    harness.worker.embed(job)
-    harness.run(answers[-3])
-    assert harness.embedder.log == [(16,), (16,), (8,)], "it was begun anew, or waited for the end of the queue"
-    assert_answered(job)
 
 
 def test_a_growing_answer_takes_the_memory_of_a_text() -> None:

@@ -46,18 +46,6 @@ def test_a_stop_token_ends_the_answer_and_is_not_part_of_it() -> None:
     assert (sink.last.reason, sink.last.stop_token) == (FinishReason.STOP, FREE[4])
 
 
-def test_an_answer_that_no_token_ended_names_none() -> None:
-    assert answer(stop=(str(FREE[2]),)).last.stop_token is None
-    assert answer().last.stop_token is None
-
-
-def test_the_turn_after_a_stop_token_finds_all_of_the_answer() -> None:
-    harness = Harness()
-    sink = answer(harness, stop_token_ids=frozenset({FREE[4]}))
-    following = answer(harness, [*PROMPT, *sink.tokens, 48, 48])
-    assert following.started.hit_tokens == len(PROMPT) + len(sink.tokens)
-
-
 def test_a_stop_token_and_a_stop_text_are_part_of_the_answer_where_that_is_asked_for() -> None:
     assert answer(stop_token_ids=frozenset({FREE[4]}), keeps_stop=True).tokens == FREE[: FREE.index(FREE[4]) + 1]
     stop = f"{FREE[2]} {FREE[3]}"
@@ -65,12 +53,6 @@ def test_a_stop_token_and_a_stop_text_are_part_of_the_answer_where_that_is_asked
     kept = answer(stop=(stop,), keeps_stop=True)
     assert kept.text == " ".join(map(str, FREE[:4]))
     assert kept.last.stop_text == stop
-
-
-def test_the_end_of_turn_is_never_part_of_the_answer() -> None:
-    for seed in range(40):
-        sink = answer(prompt=prompt_of(seed, 20), ignore_eos=False, keeps_stop=True)
-        assert EOS not in sink.tokens
 
 
 @pytest.mark.parametrize("least", [0, 1, 3, 7, 11])
@@ -86,13 +68,6 @@ def test_no_token_ends_the_answer_too_early(least: int) -> None:
         assert len(sink.tokens) >= least
 
 
-def test_no_stop_text_ends_the_answer_too_early() -> None:
-    stop = f"{FREE[2]} "
-    assert len(answer(stop=(stop,)).tokens) == FREE.index(FREE[2])
-    assert answer(stop=(stop,), sampling=SamplingParams(min_tokens=3)).tokens[:3] == FREE[:3]
-    assert answer(stop=(f"{FREE[3]} ",), sampling=SamplingParams(min_tokens=3)).tokens == FREE[:3]
-
-
 def test_an_answer_that_waits_for_memory_keeps_its_least_length() -> None:
     harness = Tight(300, num_slots=8)
     prompts = [prompt_of(seed, 20) for seed in range(8)]
@@ -102,16 +77,6 @@ def test_an_answer_that_waits_for_memory_keeps_its_least_length() -> None:
     assert harness.worker.stats().num_preempted > 0
     for prompt, sink in zip(prompts, sinks, strict=True):
         assert sink.tokens == without_early_ends(prompt, 100, 100, [EOS])
-
-
-def test_other_rows_are_not_changed_by_one_with_a_least_length() -> None:
-    harness = Harness()
-    bound = harness.submit(PROMPT, max_tokens=12, sampling=SamplingParams(min_tokens=12))
-    free = harness.submit(prompt_of(2, 20), max_tokens=12)
-    harness.run()
-    expected = reference(prompt_of(2, 20), 12)
-    assert free.tokens == [token for token in expected if token != EOS]
-    assert len(bound.tokens) == 12
 
 
 def test_an_answer_of_one_call_ends_with_it_and_the_next_turn_finds_all_of_it() -> None:

@@ -12,6 +12,7 @@ import pytest
 from cache.slots import Slot
 from models.formats import Pooling
 from models.inference.sampling_params import SamplingParams
+from server.engine import sequence
 from server.engine.engine import Engine, EngineConfig
 from server.engine.messages import Generation
 from server.engine.request import (
@@ -24,10 +25,10 @@ from server.engine.request import (
     GenerationRequest,
     QueueFull,
     RequestCounts,
-    Started,
 )
 from server.engine.worker import Worker
-from tests.support.engine_driver import make_worker
+from tests.support.awaited import awaited
+from tests.support.engine_driver import Harness, make_worker
 from tests.support.fake_runner import FakeRunner
 from tests.support.oracle import Oracle
 
@@ -89,101 +90,68 @@ async def collect(generation: Generation) -> list[Event]:
     return [event async for event in generation]
 
 
-def test_a_request_comes_back_as_events(served: Served) -> None:
-    async def run() -> list[Event]:
-        return await asyncio.wait_for(collect(served.engine.submit(request())), 120)
+@awaited
+async def test_a_full_queue_says_so_at_once_and_takes_requests_again_later(served: Served) -> None:
+    served.runner.gate.clear()
+    running = [served.engine.submit(request(f"r{n}")) for n in range(3)]
+    with pytest.raises(QueueFull) as refusal:
+        served.engine.submit(request("one too many"))
+    assert refusal.value.retry_after_seconds > 0
+    served.runner.gate.set()
+    await asyncio.gather(*map(collect, running))
+    await collect(served.engine.submit(request("now")))
 
-    events = asyncio.run(run())
-    assert isinstance(events[0], Started) and isinstance(events[-1], Finished)
-    assert served.threads == {"mlx-serve-engine"}, "the worker was built outside its thread"
+
+@awaited
+async def test_what_nobody_waits_for_takes_no_place_in_the_queue_and_holds_up_no_shutdown(served: Served) -> None:
+    served.runner.gate.clear()
+    running = [asyncio.ensure_future(collect(served.engine.submit(request(f"r{n}")))) for n in range(2)]
+    idle = [replace(request(f"i{n}", max_tokens=0), is_idle_work=True) for n in range(4)]
+    ahead = [asyncio.ensure_future(collect(served.engine.submit(one))) for one in idle]
+    running.append(asyncio.ensure_future(collect(served.engine.submit(request("r2")))))
+    assert served.engine.stats().num_open == 3
+    served.runner.gate.set()
+    assert await served.engine.drain(120)
+    assert all(isinstance(events[-1], Finished) for events in await asyncio.gather(*running, *ahead))
 
 
-def test_cancel_ends_a_running_request(served: Served) -> None:
-    async def run() -> list[Event]:
-        generation = served.engine.submit(request(max_tokens=180))
-        events = []
-        async for event in generation:
-            events.append(event)
-            if len(events) == 4:
-                generation.cancel()
-        return events
+@awaited
+async def test_stats_answer_while_the_device_is_busy(served: Served) -> None:
+    served.runner.gate.clear()
+    generation = served.engine.submit(request())
+    await served.runner.reaches_gate()
+    # Until the gate opens the device is busy, so an answer that waited for it would never come.
+    stats = await asyncio.to_thread(served.engine.stats)
+    assert stats.num_open == 1
+    served.runner.gate.set()
+    await collect(generation)
 
-    last = asyncio.run(asyncio.wait_for(run(), 120))[-1]
+
+@awaited
+async def test_a_cancelled_request_ends_and_counts_no_longer(served: Served) -> None:
+    generation = served.engine.submit(request(max_tokens=180))
+    reader = aiter(generation)
+    while not isinstance(await anext(reader), Delta):
+        pass
+    generation.cancel()
+    events = [event async for event in reader]
+    while served.engine.stats().requests != RequestCounts():  # noqa: ASYNC110 - there is nothing to be told by
+        await asyncio.sleep(0.005)
+    last = events[-1]
     assert isinstance(last, Finished) and last.reason is FinishReason.CANCELLED
     assert last.timings.predicted_tokens < 180
 
 
-def test_a_full_queue_says_so_at_once_and_takes_requests_again_later(served: Served) -> None:
-    async def run() -> None:
-        served.runner.gate.clear()
-        running = [served.engine.submit(request(f"r{n}")) for n in range(3)]
-        with pytest.raises(QueueFull) as refusal:
-            served.engine.submit(request("one too many"))
-        assert refusal.value.retry_after_seconds > 0
-        served.runner.gate.set()
-        await asyncio.wait_for(asyncio.gather(*map(collect, running)), 120)
-        await asyncio.wait_for(collect(served.engine.submit(request("now"))), 120)
-
-    asyncio.run(run())
-
-
-def test_what_nobody_waits_for_takes_no_place_in_the_queue_and_holds_up_no_shutdown(served: Served) -> None:
-    async def run() -> None:
-        served.runner.gate.clear()
-        running = [asyncio.ensure_future(collect(served.engine.submit(request(f"r{n}")))) for n in range(2)]
-        idle = [replace(request(f"i{n}", max_tokens=0), is_idle_work=True) for n in range(4)]
-        ahead = [asyncio.ensure_future(collect(served.engine.submit(one))) for one in idle]
-        running.append(asyncio.ensure_future(collect(served.engine.submit(request("r2")))))
-        assert served.engine.stats().num_open == 3
-        served.runner.gate.set()
-        assert await served.engine.drain(120)
-        assert all(isinstance(events[-1], Finished) for events in await asyncio.gather(*running, *ahead))
-
-    asyncio.run(run())
-
-
-def test_stats_answer_while_the_device_is_busy(served: Served) -> None:
-    async def run() -> None:
-        served.runner.gate.clear()
-        generation = served.engine.submit(request())
-        await served.runner.reaches_gate()
-        # Until the gate opens the device is busy, so an answer that waited for it would never come.
-        stats = await asyncio.wait_for(asyncio.to_thread(served.engine.stats), 120)
-        assert stats.num_open == 1
-        served.runner.gate.set()
-        await asyncio.wait_for(collect(generation), 120)
-
-    asyncio.run(run())
-
-
-def test_after_a_cancel_the_counts_are_those_of_an_engine_without_requests(served: Served) -> None:
-    async def run() -> None:
-        generation = served.engine.submit(request(max_tokens=180))
-        reader = aiter(generation)
-        while not isinstance(await anext(reader), Delta):
-            pass
-        generation.cancel()
-        async for _ in reader:
-            pass
-        while served.engine.stats().requests != RequestCounts():  # noqa: ASYNC110 - there is nothing to be told by
-            await asyncio.sleep(0.005)
-
-    asyncio.run(asyncio.wait_for(run(), 120))
-
-
-def test_drain_waits_for_running_requests_and_takes_no_more(served: Served) -> None:
-    async def run() -> bool:
-        served.runner.gate.clear()
-        running = asyncio.ensure_future(collect(served.engine.submit(request())))
-        assert not await served.engine.drain(0.05)
-        with pytest.raises(EngineStopped):
-            served.engine.submit(request("late"))
-        served.runner.gate.set()
-        drained = await served.engine.drain(120)
-        assert isinstance((await running)[-1], Finished)
-        return drained
-
-    assert asyncio.run(run())
+@awaited
+async def test_drain_waits_for_running_requests_and_takes_no_more(served: Served) -> None:
+    served.runner.gate.clear()
+    running = asyncio.ensure_future(collect(served.engine.submit(request())))
+    assert not await served.engine.drain(0.05)
+    with pytest.raises(EngineStopped):
+        served.engine.submit(request("late"))
+    served.runner.gate.set()
+    assert await served.engine.drain(120)
+    assert isinstance((await running)[-1], Finished)
 
 
 async def begin_to_stop(served: Served) -> asyncio.Future[None]:
@@ -195,32 +163,27 @@ async def begin_to_stop(served: Served) -> asyncio.Future[None]:
     return stopping
 
 
-def test_stop_tells_running_requests_that_the_engine_is_gone() -> None:
+@awaited
+async def test_stop_tells_running_requests_that_the_engine_is_gone() -> None:
     served = Served()
-
-    async def run() -> Event:
-        served.runner.gate.clear()
-        generation = served.engine.submit(request(max_tokens=150))
-        stopping = await begin_to_stop(served)
-        served.runner.gate.set()
-        await stopping
-        return (await asyncio.wait_for(collect(generation), 120))[-1]
-
-    last = asyncio.run(run())
+    served.runner.gate.clear()
+    generation = served.engine.submit(request(max_tokens=150))
+    stopping = await begin_to_stop(served)
+    served.runner.gate.set()
+    await stopping
+    last = (await collect(generation))[-1]
     assert isinstance(last, Failed) and isinstance(last.error, EngineStopped)
     assert not served.engine.is_running
 
 
-def test_a_prompt_without_room_is_the_callers_fault(served: Served) -> None:
-    async def run() -> None:
-        for bad in (request(length=200), request(length=0), request(max_tokens=-1)):
-            with pytest.raises(ValueError, match="room"):
-                served.engine.submit(bad)
-        for length in (190, 199):
-            events = await asyncio.wait_for(collect(served.engine.submit(request(length=length, max_tokens=99))), 120)
-            assert events[-1].timings.predicted_tokens == 200 - length  # type: ignore[union-attr]
-
-    asyncio.run(run())
+@awaited
+async def test_a_prompt_without_room_is_the_callers_fault(served: Served) -> None:
+    for bad in (request(length=200), request(length=0), request(max_tokens=-1)):
+        with pytest.raises(ValueError, match="room"):
+            served.engine.submit(bad)
+    for length in (190, 199):
+        events = await collect(served.engine.submit(request(length=length, max_tokens=99)))
+        assert events[-1].timings.predicted_tokens == 200 - length  # type: ignore[union-attr]
 
 
 def test_a_worker_that_cannot_be_made_is_reported_by_start() -> None:
@@ -233,7 +196,8 @@ def test_a_worker_that_cannot_be_made_is_reported_by_start() -> None:
     assert not engine.is_running
 
 
-def test_a_bug_between_requests_that_comes_again_fails_them_and_the_engine_goes_on(served: Served) -> None:
+@awaited
+async def test_a_bug_between_requests_that_comes_again_fails_them_and_the_engine_goes_on(served: Served) -> None:
     def sabotage(worker: Worker) -> None:
         working, left = worker.step, ["first", "second"]
 
@@ -242,131 +206,96 @@ def test_a_bug_between_requests_that_comes_again_fails_them_and_the_engine_goes_
                 worker.step = working  # type: ignore[method-assign]
             raise AssertionError("a bug")
 
-        worker.step = broken  # type: ignore[method-assign]
+        worker.step = broken  # type: ignore[method-assign, assignment]
 
-    async def run() -> None:
-        await served.engine.execute(sabotage)
-        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("a"))), 120))[-1], Failed)
-        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 120))[-1], Finished)
-
-    asyncio.run(run())
+    await served.engine.execute(sabotage)
+    assert isinstance((await collect(served.engine.submit(request("a"))))[-1], Failed)
+    assert isinstance((await collect(served.engine.submit(request("b"))))[-1], Finished)
 
 
-def stop_while_asking(served: Served) -> list[Any]:
+async def stop_while_asking(served: Served) -> list[Any]:
     """Asks three commands of an engine whose device is busy, stops it, and returns what came of them."""
-
-    async def run() -> list[Any]:
-        served.runner.gate.clear()
-        served.engine.submit(request(max_tokens=150))
-        stopping = await begin_to_stop(served)
-        asked = [asyncio.ensure_future(served.engine.execute(lambda worker: 1)) for _ in range(3)]
-        await asyncio.sleep(0)
-        served.runner.gate.set()
-        await stopping
-        return list(await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 120))
-
-    return asyncio.run(run())
+    served.runner.gate.clear()
+    served.engine.submit(request(max_tokens=150))
+    stopping = await begin_to_stop(served)
+    asked = [asyncio.ensure_future(served.engine.execute(lambda worker: 1)) for _ in range(3)]
+    await asyncio.sleep(0)
+    served.runner.gate.set()
+    await stopping
+    return list(await asyncio.gather(*asked, return_exceptions=True))
 
 
-def test_a_command_runs_on_the_worker_thread_of_an_idle_engine(served: Served) -> None:
-    async def run() -> Any:
-        return await asyncio.wait_for(served.engine.execute(lambda worker: threading.current_thread().name), 120)
-
-    assert asyncio.run(run()) == "mlx-serve-engine"
-
-
-def test_commands_and_requests_are_handled_in_the_order_of_their_arrival(served: Served) -> None:
+@awaited
+async def test_commands_and_requests_are_handled_in_the_order_of_their_arrival(served: Served) -> None:
     def waiting(worker: Worker) -> int:
         counts = worker.stats().requests
         return counts.waiting + counts.prefilling + counts.decoding
 
-    async def run() -> list[int]:
-        served.runner.gate.clear()
-        served.engine.submit(request("a"))
-        before = asyncio.ensure_future(served.engine.execute(waiting))
-        await asyncio.sleep(0)
-        served.engine.submit(request("b"))
-        after = asyncio.ensure_future(served.engine.execute(waiting))
-        await asyncio.sleep(0)
-        served.runner.gate.set()
-        return list(await asyncio.wait_for(asyncio.gather(before, after), 120))
-
-    assert asyncio.run(run()) in ([1, 2], [0, 1]), "a command overtook a request, or fell behind one"
+    served.runner.gate.clear()
+    served.engine.submit(request("a"))
+    before = asyncio.ensure_future(served.engine.execute(waiting))
+    await asyncio.sleep(0)
+    served.engine.submit(request("b"))
+    after = asyncio.ensure_future(served.engine.execute(waiting))
+    await asyncio.sleep(0)
+    served.runner.gate.set()
+    found = [await before, await after]
+    assert found in ([1, 2], [0, 1]), "a command overtook a request, or fell behind one"
 
 
-def test_the_error_of_a_command_reaches_who_asked_and_nobody_else(served: Served) -> None:
-    def fail(worker: Worker) -> None:
-        raise LookupError("not there")
-
-    async def run() -> Event:
-        generation = served.engine.submit(request())
-        with pytest.raises(LookupError, match="not there"):
-            await asyncio.wait_for(served.engine.execute(fail), 120)
-        return (await asyncio.wait_for(collect(generation), 120))[-1]
-
-    assert isinstance(asyncio.run(run()), Finished)
-
-
-def test_a_command_that_nobody_waits_for_runs_and_its_error_is_logged(
+@awaited
+async def test_a_command_that_nobody_waits_for_runs_and_its_error_is_logged(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(worker: Worker) -> None:
         raise LookupError("not there")
 
-    async def run() -> int:
-        served.engine.execute_later(fail)
-        return await asyncio.wait_for(served.engine.execute(lambda worker: 1), 120)
-
-    assert asyncio.run(run()) == 1
+    served.engine.execute_later(fail)
+    assert await served.engine.execute(lambda worker: 1) == 1
     assert "not there" in caplog.text
     served.engine.stop()
     served.engine.execute_later(fail)  # the engine has ended: nobody is to know
 
 
-def test_commands_that_wait_are_bounded_and_given_up_ones_do_not_run(served: Served) -> None:
+@awaited
+async def test_commands_that_wait_are_bounded_and_given_up_ones_do_not_run(served: Served) -> None:
     ran: list[int] = []
-
-    async def run() -> None:
-        served.runner.gate.clear()
-        generation = served.engine.submit(request())
-        await served.runner.reaches_gate()
-        for number in range(64):  # which count as no commands
-            served.engine._cancel(f"nobody {number}")
-        asked = [asyncio.ensure_future(served.engine.execute(lambda worker: ran.append(1))) for _ in range(64)]
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull):
-            await served.engine.execute(lambda worker: ran.append(1))
-        asked[0].cancel()
-        await asyncio.sleep(0)
-        served.runner.gate.set()
-        await asyncio.wait_for(asyncio.gather(*asked[1:], collect(generation)), 120)
-        await asyncio.wait_for(served.engine.execute(lambda worker: ran.append(1)), 120)
-
-    asyncio.run(run())
+    served.runner.gate.clear()
+    generation = served.engine.submit(request())
+    await served.runner.reaches_gate()
+    for number in range(64):  # which count as no commands
+        served.engine._cancel(f"nobody {number}")
+    asked = [asyncio.ensure_future(served.engine.execute(lambda worker: ran.append(1))) for _ in range(64)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await served.engine.execute(lambda worker: ran.append(1))
+    asked[0].cancel()
+    await asyncio.sleep(0)
+    served.runner.gate.set()
+    await asyncio.gather(*asked[1:], collect(generation))
+    await served.engine.execute(lambda worker: ran.append(1))
     assert len(ran) == 64, "63 of those that waited, and one more once the queue had a place again"
 
 
-def test_a_command_that_finds_the_engine_ended_or_ending_is_answered() -> None:
+@awaited
+async def test_a_command_that_finds_the_engine_ended_or_ending_is_answered() -> None:
     served = Served()
-    assert all(isinstance(outcome, EngineStopped) for outcome in stop_while_asking(served))
+    assert all(isinstance(outcome, EngineStopped) for outcome in await stop_while_asking(served))
     with pytest.raises(EngineStopped):
-        asyncio.run(served.engine.execute(lambda worker: 1))
+        await served.engine.execute(lambda worker: 1)
 
 
-def last_events(served: Served, sabotage: Callable[[Any], None]) -> list[Event]:
+async def last_events(served: Served, sabotage: Callable[[Any], None]) -> list[Event]:
     """Sabotages the worker and returns how three requests end."""
-
-    async def run() -> list[Event]:
-        await served.engine.execute(sabotage)
-        served.runner.gate.clear()
-        generations = [served.engine.submit(request(name)) for name in ("a", "b", "c")]
-        served.runner.gate.set()
-        return [events[-1] for events in await asyncio.wait_for(asyncio.gather(*map(collect, generations)), 120)]
-
-    return asyncio.run(run())
+    await served.engine.execute(sabotage)
+    served.runner.gate.clear()
+    generations = [served.engine.submit(request(name)) for name in ("a", "b", "c")]
+    served.runner.gate.set()
+    return [events[-1] for events in await asyncio.gather(*map(collect, generations))]
 
 
-def test_when_the_thread_dies_everybody_is_told() -> None:
+@awaited
+async def test_when_the_thread_dies_everybody_is_told() -> None:
     def sabotage(worker: Any) -> None:
         stats = worker.stats
         worker.stats = lambda: stats() if not worker.has_work else 1 / 0
@@ -374,12 +303,13 @@ def test_when_the_thread_dies_everybody_is_told() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", lambda arguments: None)
         served = Served()
-        assert all(isinstance(last, Failed) for last in last_events(served, sabotage))
+        assert all(isinstance(last, Failed) for last in await last_events(served, sabotage))
         served.engine.stop()  # waits for the thread to be gone
     assert not served.engine.is_running
 
 
-def test_a_bug_while_a_request_is_taken_costs_nobody_an_answer(served: Served) -> None:
+@awaited
+async def test_a_bug_while_a_request_is_taken_costs_nobody_an_answer(served: Served) -> None:
     def sabotage(worker: Any) -> None:
         working = worker.submit
 
@@ -390,27 +320,24 @@ def test_a_bug_while_a_request_is_taken_costs_nobody_an_answer(served: Served) -
 
         worker.submit = submit_once
 
-    kinds = [type(last) for last in last_events(served, sabotage)]
+    kinds = [type(last) for last in await last_events(served, sabotage)]
     assert kinds == [Finished, Finished, Finished], "it begins anew"
     assert served.engine.stats().num_open == 0
 
 
-def ends_of(served: Served, sabotage: Callable[[Worker], object]) -> list[type]:
+async def ends_of(served: Served, sabotage: Callable[[Worker], object]) -> list[type]:
     """How a long request ends beside which the engine is sabotaged; then another request, and one after both."""
-
-    async def run() -> list[Event]:
-        reading = aiter(served.engine.submit(request("long", max_tokens=60)))
-        await asyncio.wait_for(anext(reading), 120)
-        await served.engine.execute(sabotage)
-        struck = await asyncio.wait_for(collect(served.engine.submit(request("struck"))), 120)
-        after = await asyncio.wait_for(collect(served.engine.submit(request("after"))), 120)
-        return [[event async for event in reading][-1], struck[-1], after[-1]]
-
-    return [type(event) for event in asyncio.run(run())]
+    reading = aiter(served.engine.submit(request("long", max_tokens=60)))
+    await anext(reading)
+    await served.engine.execute(sabotage)
+    struck = await collect(served.engine.submit(request("struck")))
+    after = await collect(served.engine.submit(request("after")))
+    return [type(event) for event in ([event async for event in reading][-1], struck[-1], after[-1])]
 
 
 @pytest.mark.parametrize("place", ["decoder", "prefetch", "pins", "begin", "started", "drafting", "shared"])
-def test_a_bug_on_the_way_from_the_queue_into_a_slot_fails_one_request(place: str) -> None:
+@awaited
+async def test_a_bug_on_the_way_from_the_queue_into_a_slot_fails_one_request(place: str) -> None:
     """Whatever runs for one request only, up to its first chunk."""
     served, slots = Served(speculation=Oracle()), list[Slot]()
 
@@ -439,31 +366,32 @@ def test_a_bug_on_the_way_from_the_queue_into_a_slot_fails_one_request(place: st
 
         object.__setattr__(owner, name, fail)
 
-    assert ends_of(served, sabotage) == [Finished, Failed, Finished]
+    assert await ends_of(served, sabotage) == [Finished, Failed, Finished]
     served.engine.stop()
     assert slots and not any(slot.is_leased for slot in slots)
 
 
-def test_a_bug_while_a_request_is_cancelled_or_texts_are_taken_leaves_the_engine_running(served: Served) -> None:
+@awaited
+async def test_a_bug_while_a_request_is_cancelled_or_texts_are_taken_ends_nothing(
+    served: Served,
+) -> None:
     def broken(*_: object) -> None:
         raise AssertionError("a bug")
 
     def sabotage(worker: Any) -> None:
         worker.cancel = worker._end_idle_work = broken
 
-    async def run() -> None:
-        generation = served.engine.submit(request("a", max_tokens=100))
-        await served.engine.execute(sabotage)
-        generation.cancel()
-        assert isinstance((await asyncio.wait_for(collect(generation), 120))[-1], Finished)
-        assert await asyncio.wait_for(served.engine.embed([np.array([1], np.int32)], Pooling.MEAN), 120)
-        await served.engine.execute(lambda worker: delattr(worker, "_end_idle_work"))
-        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 120))[-1], Finished)
-
-    asyncio.run(run())
+    generation = served.engine.submit(request("a", max_tokens=100))
+    await served.engine.execute(sabotage)
+    generation.cancel()
+    assert isinstance((await collect(generation))[-1], Finished)
+    assert await served.engine.embed([np.array([1], np.int32)], Pooling.MEAN)
+    await served.engine.execute(lambda worker: delattr(worker, "_end_idle_work"))
+    assert isinstance((await collect(served.engine.submit(request("b"))))[-1], Finished)
 
 
-def test_a_request_that_cannot_be_ended_keeps_no_other_from_its_end() -> None:
+@awaited
+async def test_a_request_that_cannot_be_ended_keeps_no_other_from_its_end() -> None:
     served, worker = Served(speculation=Oracle()), cast(Any, None)
 
     left = ["a", "b"]
@@ -480,19 +408,16 @@ def test_a_request_that_cannot_be_ended_keeps_no_other_from_its_end() -> None:
         next(iter(worker._table)).drafting.end = broken
         worker.step = broken
 
-    async def run() -> None:
-        served.runner.gate.clear()
-        readings = [served.engine.submit(request(name, max_tokens=100)) for name in ("a", "b")]
-        await served.runner.reaches_gate()  # else both may have ended before the sabotage
-        sabotaged = asyncio.ensure_future(served.engine.execute(sabotage))
-        await asyncio.sleep(0)
-        served.runner.gate.set()
-        await asyncio.wait_for(sabotaged, 120)
-        ends = await asyncio.wait_for(asyncio.gather(*map(collect, readings)), 120)
-        assert [type(events[-1]) for events in ends] == [Failed, Failed]
-        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("c"))), 120))[-1], Finished)
-
-    asyncio.run(run())
+    served.runner.gate.clear()
+    readings = [served.engine.submit(request(name, max_tokens=100)) for name in ("a", "b")]
+    await served.runner.reaches_gate()  # else both may have ended before the sabotage
+    sabotaged = asyncio.ensure_future(served.engine.execute(sabotage))
+    await asyncio.sleep(0)
+    served.runner.gate.set()
+    await sabotaged
+    ends = await asyncio.gather(*map(collect, readings))
+    assert [type(events[-1]) for events in ends] == [Failed, Failed]
+    assert isinstance((await collect(served.engine.submit(request("c"))))[-1], Finished)
     served.engine.stop()
 
 
@@ -527,7 +452,7 @@ def test_a_device_that_takes_no_more_work_ends_the_engine(
     async def run() -> None:
         answers = [collect(served.engine.submit(request(f"r{number}"))) for number in range(num_requests)]
         are_submitted.set()
-        for events in await asyncio.wait_for(asyncio.gather(*answers), 120):
+        for events in await asyncio.gather(*answers):
             assert isinstance(events[-1], Failed)
 
     asyncio.run(run())
@@ -535,3 +460,39 @@ def test_a_device_that_takes_no_more_work_ends_the_engine(
     served.engine._thread.join(120)
     assert not served.engine._thread.is_alive()
     assert was_running_at_end == [False]
+
+
+TOKENS = np.arange(100, dtype=np.int32)
+
+
+def test_a_turn_that_is_the_beginning_of_another_does_not_take_its_place() -> None:
+    """A prefix that was primed, or a request that was cancelled early, says nothing new of its session."""
+    sessions = Harness().worker.state
+    sessions.record("", "s", TOKENS)
+    sessions.record("", "s", TOKENS[:25].copy())
+    assert sessions.last("", "s") is TOKENS and sessions.last("", "another") is None
+    longer = np.arange(200, dtype=np.int32)
+    sessions.record("", "s", longer)
+    assert sessions.last("", "s") is longer
+
+
+def test_what_sessions_remember_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "MAX_BYTES", 10 * 4600)
+    sessions = Harness().worker.state
+    for number in range(30):
+        sessions.record("", f"{number}", np.full(1000, number, np.int32))
+        assert sessions.turn_bytes <= sequence.MAX_BYTES
+    assert sessions.last("", "0") is None and sessions.last("", "29") is not None
+    for number in range(30):
+        sessions.forget("", f"{number}")
+    assert sessions.turn_bytes == 0
+    sessions.record("", "s", np.full(20_000, 7, np.int32))
+    assert (sessions.last("", "s"), sessions.turn_bytes) == (None, 0)
+
+
+def test_a_turn_that_was_cut_short_keeps_no_longer_array() -> None:
+    sessions = Harness().worker.state
+    sessions.record("", "s", np.arange(100_000, dtype=np.int32)[:10])
+    tokens = sessions.last("", "s")
+    assert tokens is not None
+    assert tokens.base is None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cache.history import ForcedText, History, PredictionFollower
+from models.inference.abilities import Feeds
 from models.inference.grammar import GrammarCompiler, _LlguidanceMatcher
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ class Priced(Speculation):
 
     def __init__(self) -> None:
         seconds = {knot: 1 + knot / 100 for knot in (1, 2, 64)}
-        super().__init__(History(), seconds, feeds_together=True, max_feed_tokens=64)
+        super().__init__(History(), Feeds(seconds, together=True, max_tokens=64))
         for num_rows in (1, 2, 3, 4) * 3:  # steps without drafts are measured before some have any
             self.observe_plain(num_rows, 0.0, 0.0)
 
@@ -189,15 +190,6 @@ def test_calls_are_bound_alike_whether_steps_overlap_and_with_drafts(
                 break
 
 
-def test_tokens_that_close_a_thought_share_a_step_where_no_grammar_binds_the_answer() -> None:
-    speculation = Priced()
-    plain, num_plain = answers("llama", None, 1, thinking=CLOSED, max_tokens=9)
-    found, num_steps = answers("llama", speculation, 1, thinking=CLOSED, max_tokens=9)
-    assert found == plain and num_steps < num_plain
-    assert plain[0][5:8] == [*CLOSED.reasoning_format.closing_ids]
-    assert speculation.forced[0] == speculation.forced[1] > 0
-
-
 def test_wrong_forced_tokens_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar, right, speculation = bindable("llama").grammar("schema"), _LlguidanceMatcher.forced, Priced()
     plain, _ = answers("llama", None, 4, grammar=grammar)
@@ -213,24 +205,6 @@ def test_wrong_forced_tokens_change_no_answer(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(_LlguidanceMatcher, "forced", wrong)
     assert answers("llama", speculation, 4, grammar=grammar)[0] == plain
     assert speculation.forced[0] > speculation.forced[1] > 0
-
-
-def test_nothing_is_drafted_for_a_request_without_drafts() -> None:
-    speculation, grammar = Priced(), bindable("llama").grammar("schema")
-    answers("llama", speculation, 1, grammar=grammar, thinking=CLOSED, speculates=False)
-    assert not any(speculation.stats.drafted.values())
-
-
-def test_behind_a_token_that_was_not_forced_the_output_is_asked_again() -> None:
-    asked = iter([[1, 2, 3], [7, 8], []])
-    text = ForcedText(lambda: next(asked))
-    text.push(1)
-    assert text.next_tokens(9) == [2, 3] and text.next_tokens(1) == [2]
-    text.push(5)
-    assert text.next_tokens(9) == [7, 8] and text.match_length
-    text.push(7)
-    text.push(8)
-    assert not text.next_tokens(9) and not text.match_length
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ print(freed - held(), mx.get_cache_memory())
 @pytest.mark.usual
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from /proc")
 def test_freed_blocks_and_buffers_are_given_back() -> None:
-    ran = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert re.fullmatch(r"\d+ \d+\n", ran.stdout), ran.stderr
     num_kilobytes, cached = map(int, ran.stdout.split())
     assert num_kilobytes > 80_000 and cached == 0

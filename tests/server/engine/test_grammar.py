@@ -10,7 +10,7 @@ from models.inference.sampling_params import SamplingParams
 from models.output.grammar import CallOpener, OutputGrammar
 from models.output.pieces import ReasoningFormat, Thinking
 from server.api.errors import as_api_error
-from server.engine.request import AnswerUnbound, Failed, FinishReason
+from server.engine.request import AnswerUnbound, Failed
 from tests.server.engine.test_preemption import Tight, prompt_of
 from tests.support.engine_driver import Harness
 from tests.support.fake_grammar import Circle, allowed_after
@@ -33,38 +33,6 @@ def bound_reference(prompt: Sequence[int], num_tokens: int) -> list[int]:
     while len(output) < num_tokens:
         output.append(sampled([*prompt, *output], allowed_after(output)))
     return output
-
-
-def test_every_token_is_one_that_is_allowed_after_those_before_it() -> None:
-    harness = Harness()
-    sink = harness.submit(prompt_of(1, 20), max_tokens=30, grammar=BOUND)
-    harness.run()
-    assert sink.tokens == bound_reference(prompt_of(1, 20), 30)
-    assert sink.last.reason is FinishReason.LENGTH
-
-
-def test_bound_and_free_rows_share_their_steps_and_change_nothing_for_each_other() -> None:
-    harness, prompts = Harness(), [prompt_of(seed, 20) for seed in range(4)]
-    sinks = [
-        harness.submit(prompt, max_tokens=16, ignore_eos=n % 2 == 1, grammar=BOUND if n % 2 == 0 else None)
-        for n, prompt in enumerate(prompts)
-    ]
-    harness.run()
-    for n, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
-        expected = reference(prompt, 16, ignore_eos=True) if n % 2 else bound_reference(prompt, 16)
-        assert sink.tokens == expected
-    assert ("decode", 4) in harness.runner.log
-
-
-def test_an_answer_ends_where_nothing_may_follow_and_the_next_turn_finds_all_of_it() -> None:
-    harness, prompt = Harness(), prompt_of(1, 20)
-    sink = harness.submit(prompt, max_tokens=30, grammar=OutputGrammar(Circle(num_tokens=5)))
-    harness.run()
-    assert sink.tokens == bound_reference(prompt, 5)
-    assert sink.last.reason is FinishReason.STOP
-    following = harness.submit([*prompt, *sink.tokens, 3, 4], max_tokens=2)
-    harness.run()
-    assert following.started.hit_tokens == 25
 
 
 def test_a_thought_is_free_but_cannot_end_the_answer() -> None:
@@ -113,54 +81,6 @@ def test_a_grammar_that_cannot_be_followed_fails_its_request_alone() -> None:
     again = harness.submit(prompt_of(1, 20), max_tokens=4, grammar=BOUND)
     harness.run()
     assert again.tokens == bound_reference(prompt_of(1, 20), 4)
-
-
-def test_a_cancelled_bound_row_leaves_the_others_alone() -> None:
-    harness = Harness()
-    gone = harness.submit(prompt_of(1, 20), max_tokens=50, grammar=BOUND, request_id="gone")
-    stays = harness.submit(prompt_of(2, 20), max_tokens=20, grammar=BOUND)
-    harness.step(8)
-    harness.worker.cancel("gone")
-    harness.run()
-    assert gone.last.reason is FinishReason.CANCELLED
-    assert gone.tokens == bound_reference(prompt_of(1, 20), len(gone.tokens))
-    assert stays.tokens == bound_reference(prompt_of(2, 20), 20)
-
-
-@pytest.mark.parametrize("part", ["prepare", "start", "read", "sample"])
-@pytest.mark.parametrize("failing", range(1, 7))
-def test_a_failed_step_costs_no_bound_row_a_token(part: str, failing: int) -> None:
-    class Runner(FakeRunner):
-        num_samples = 0
-
-        def sample(self, *arguments: object) -> None:
-            self.num_samples += 1
-            if part == "sample" and self.num_samples == failing:
-                raise RuntimeError("the fake model failed at sample")
-            super().sample(*arguments)  # type: ignore[arg-type]
-
-    steps = iter(range(1, 1000))
-    harness = Harness(
-        runner=Runner("T", fault=lambda kind, rows: part if kind == "decode" and next(steps) == failing else None)
-    )
-    if part == "sample":
-        harness.runner.fault = lambda kind, rows: None
-    prompts = [prompt_of(seed, 20) for seed in (1, 2, 3)]
-    sinks = [harness.submit(prompt, max_tokens=12, grammar=BOUND) for prompt in prompts]
-    harness.run()
-    assert sum(isinstance(sink.last, Failed) for sink in sinks) <= 1
-    for prompt, sink in zip(prompts, sinks, strict=True):
-        assert sink.tokens == bound_reference(prompt, len(sink.tokens))
-        assert isinstance(sink.last, Failed) or len(sink.tokens) == 12
-
-
-def test_bound_rows_that_waited_for_memory_go_on_where_they_were() -> None:
-    harness = Tight(300, num_slots=8)
-    sinks = [harness.submit(prompt_of(seed, 20), max_tokens=120, grammar=BOUND) for seed in range(8)]
-    harness.run(limit=20_000)
-    assert harness.worker.stats().num_preempted > 0
-    for seed, sink in enumerate(sinks):
-        assert sink.tokens == bound_reference(prompt_of(seed, 20), 120)
 
 
 OPENERS = [11, 23, 37, 41]
@@ -225,19 +145,6 @@ def test_the_token_of_an_opener_opens_a_call_and_its_text_does_not() -> None:
     assert bound.tokens[:6] == free[:6] and bound.tokens[6] in allowed_after([])
 
 
-def test_nothing_binds_in_a_thought() -> None:
-    harness = Harness()
-    for seed in range(20):
-        prompt = prompt_of(seed, 20)
-        thinking = Thinking(NUMBERED, is_open=True, max_tokens=30)
-        sink = harness.submit(prompt, max_tokens=60, ignore_eos=True, grammar=CALLS, thinking=thinking)
-        harness.run()
-        free = reference(prompt, 30, ignore_eos=True)
-        thought = free[: free.index(12)] if 12 in free else free
-        assert sink.tokens[: len(thought) + 1] == [*thought, 12]
-        assert sink.tokens == [*thought, 12, *calls_reference([*prompt, *thought, 12], 60 - len(thought) - 1)]
-
-
 def test_a_call_whose_grammar_fails_goes_on_free_and_ends_nothing() -> None:
     harness, prompt = Harness(), prompt_of(3, 20)
     failing = OutputGrammar(Circle(num_tokens=4, fails_after=0), opener=CALLS.opener)
@@ -246,40 +153,46 @@ def test_a_call_whose_grammar_fails_goes_on_free_and_ends_nothing() -> None:
     assert sink.tokens == reference(prompt, 60, ignore_eos=True) != calls_reference(prompt, 60)
 
 
-@pytest.mark.parametrize("part", ["prepare", "start", "read", "again"])
+BOUND_ROWS = {"sample": (BOUND, bound_reference, 12), "sample_again": (CALLS, calls_reference, 50)}
+"""Of the operation by which rows are sampled: a grammar, what the fake model says, and how many tokens of it."""
+
+
+@pytest.mark.parametrize("part", ["prepare", "start", "read", "sampling"])
 @pytest.mark.parametrize("failing", [1, 3, 8, 13])
-def test_a_failed_step_costs_no_row_with_calls_a_token(part: str, failing: int) -> None:
-    class Runner(FakeRunner):
-        num_samples = 0
+@pytest.mark.parametrize("operation", BOUND_ROWS)
+def test_a_failed_step_costs_no_bound_row_a_token(
+    operation: str, part: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar, said, max_tokens = BOUND_ROWS[operation]
+    steps, sample, samples = iter(range(1, 1000)), getattr(FakeRunner, operation), iter(range(1, 1000))
 
-        def sample_again(self, *given: object, **told: object) -> None:
-            self.num_samples += 1
-            if part == "again" and self.num_samples == failing:
-                raise RuntimeError("the fake model failed at sample_again")
-            super().sample_again(*given, **told)  # type: ignore[arg-type]
+    def failing_sample(*arguments: object, **options: object) -> None:
+        if part == "sampling" and next(samples) == failing:
+            raise RuntimeError("the fake model failed at sampling")
+        sample(*arguments, **options)
 
-    steps = iter(range(1, 1000))
-    fault = (
-        (lambda kind, rows: None)
-        if part == "again"
-        else lambda kind, rows: part if kind == "decode" and next(steps) == failing else None
-    )
-    harness, prompts = Harness(runner=Runner("T", fault=fault)), [prompt_of(seed, 20) for seed in (1, 2, 3)]
-    sinks = [harness.submit(prompt, max_tokens=50, ignore_eos=True, grammar=CALLS) for prompt in prompts]
+    def fault(kind: str, rows: list[list[int]]) -> str | None:
+        return part if part != "sampling" and kind == "decode" and next(steps) == failing else None
+
+    monkeypatch.setattr(FakeRunner, operation, failing_sample)
+    harness, prompts = Harness(runner=FakeRunner("T", fault=fault)), [prompt_of(seed, 20) for seed in (1, 2, 3)]
+    sinks = [harness.submit(prompt, max_tokens=max_tokens, ignore_eos=True, grammar=grammar) for prompt in prompts]
     harness.run()
+    assert sum(isinstance(sink.last, Failed) for sink in sinks) <= 1
     for prompt, sink in zip(prompts, sinks, strict=True):
-        assert sink.tokens == calls_reference(prompt, len(sink.tokens))
-        assert isinstance(sink.last, Failed) or len(sink.tokens) == 50
+        assert sink.tokens == said(prompt, len(sink.tokens))
+        assert isinstance(sink.last, Failed) or len(sink.tokens) == max_tokens
 
 
-def test_rows_with_calls_that_waited_for_memory_go_on_where_they_were() -> None:
-    harness = Tight(300, num_slots=8)
-    sampling = SamplingParams(min_tokens=120)
+@pytest.mark.parametrize("operation", BOUND_ROWS)
+def test_bound_rows_that_waited_for_memory_go_on_where_they_were(operation: str) -> None:
+    grammar, said, _ = BOUND_ROWS[operation]
+    harness, sampling = Tight(300, num_slots=8), SamplingParams(min_tokens=120)
     sinks = [
-        harness.submit(prompt_of(seed, 20), max_tokens=120, ignore_eos=True, sampling=sampling, grammar=CALLS)
+        harness.submit(prompt_of(seed, 20), max_tokens=120, ignore_eos=True, sampling=sampling, grammar=grammar)
         for seed in range(8)
     ]
     harness.run(limit=20_000)
     assert harness.worker.stats().num_preempted > 0
     for seed, sink in enumerate(sinks):
-        assert sink.tokens == calls_reference(prompt_of(seed, 20), 120)
+        assert sink.tokens == said(prompt_of(seed, 20), 120)

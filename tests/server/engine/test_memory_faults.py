@@ -141,8 +141,9 @@ def runner_for(name: str, folder: Path) -> Runner:
     runner = Runner(
         model, vocab_size=tiny_models.VOCAB, drafter=drafter, adapters=attached, max_probe_seconds=float("inf")
     )
-    runner.costs = Costs(1000) if runner.costs is not None else None
-    runner.head_tokens = 32 if runner.head_tokens is not None else None
+    abilities = runner.abilities
+    abilities.costs = Costs(1000) if abilities.costs is not None else None
+    abilities.head_tokens = 32 if abilities.head_tokens is not None else None
     return runner
 
 
@@ -175,7 +176,8 @@ class Traffic:
         self._outputs: dict[tuple[int, ...], list[int]] = {}
 
     def _drafts(self, runner: Runner) -> Any:
-        return Predicting(3, 0, 0, 2) if runner.draft_seconds else Oracle(0.3, after=self._after, length=4, idles=0.4)
+        has_drafter = runner.abilities.feeds is not None and runner.abilities.feeds.draft_seconds
+        return Predicting(3, 0, 0, 2) if has_drafter else Oracle(0.3, after=self._after, length=4, idles=0.4)
 
     def _after(self, prompt: Sequence[int], output: Sequence[int]) -> int:
         return [*self._outputs.get(tuple(prompt), []), *[7] * 99][len(output)]
@@ -250,7 +252,7 @@ class Traffic:
             for _ in self.cache.save():
                 pass
         assert self.cache.memory.disk is not None
-        self.cache.memory.disk.tier.flush(10)
+        self.cache.memory.disk.tier.flush(120)
         with FAULTS.armed():
             self.cache.limit_idle(1)
         self.cache.check()

@@ -13,7 +13,7 @@ from cache.lease import Lease
 from cache.slots import CacheRequest
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
-from server.engine.request import Failed, Finished, FinishReason, OutOfMemory, Priority, Progress
+from server.engine.request import Failed, FinishReason, OutOfMemory, Priority
 from tests.support import tiny_models
 from tests.support.engine_driver import Harness
 from tests.support.fake_model import LAYOUTS
@@ -71,16 +71,6 @@ class Tight(Harness):
     @property
     def num_prefilled(self) -> int:
         return sum(entry[1] for entry in self.runner.log if entry[0] == "prefill")
-
-
-def test_live_buffers_grow_in_steps_after_the_first_sizing() -> None:
-    harness = Tight(900)
-    sink = harness.submit(prompt_of(1, 600), max_tokens=200, ignore_eos=True)
-    harness.run()
-    assert sink.tokens == reference(prompt_of(1, 600), 200, ignore_eos=True)
-    rows = harness.prefix_cache.slots[sink.started.slot].caches[0].keys.shape[2]
-    assert 800 <= rows <= 800 + GROWTH
-    assert harness.excess_bytes <= 0
 
 
 @pytest.mark.usual("T-*", "W-False", "WR-False")
@@ -167,62 +157,6 @@ def test_restore_points_go_before_an_answer_ends_for_want_of_memory(layout: str)
     assert sink.tokens == reference(prompt_of(1, 60), 80, ignore_eos=True)
 
 
-@pytest.mark.parametrize("count", [16, 17])
-def test_a_sequence_that_is_over_makes_way_before_anybody_waits(count: int) -> None:
-    """One ends with just the token that is read when the other needs more memory than there is."""
-    harness = Tight(74)
-    first = harness.submit(prompt_of(1, 20), max_tokens=40, ignore_eos=True)
-    second = harness.submit(prompt_of(2, 20), max_tokens=count, ignore_eos=True)
-    harness.run()
-    assert first.tokens == reference(prompt_of(1, 20), 40, ignore_eos=True)
-    assert second.tokens == reference(prompt_of(2, 20), count, ignore_eos=True)
-    assert harness.worker.stats().num_preempted == 0
-
-
-def test_work_that_nobody_waits_for_ends_instead_of_waiting() -> None:
-    harness = Tight(100)
-    sink = harness.submit(prompt_of(1, 20), max_tokens=70, ignore_eos=True)
-    harness.step(4)
-    idle = harness.submit(prompt_of(2, 30), max_tokens=0, is_idle_work=True, priority=Priority.BACKGROUND)
-    harness.run()
-    assert isinstance(idle.last, Finished)
-    assert sink.tokens == reference(prompt_of(1, 20), 70, ignore_eos=True)
-
-
-def test_a_private_request_that_waited_is_evaluated_again_from_its_beginning() -> None:
-    harness = Tight(200, num_slots=4)
-    sinks = [
-        harness.submit(prompt_of(seed, 20), max_tokens=150, ignore_eos=True, cache_prompt=False) for seed in range(3)
-    ]
-    harness.run()
-    assert harness.worker.stats().num_preempted > 0
-    for seed, sink in enumerate(sinks):
-        assert sink.tokens == reference(prompt_of(seed, 20), 150, ignore_eos=True)
-    assert harness.prefix_cache.stats().num_nodes == 0
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_only_what_had_to_go_is_evaluated_again(layout: str) -> None:
-    harness = Tight(290, layout, num_slots=4)
-    sinks = [harness.submit(prompt_of(seed, 100), max_tokens=80, ignore_eos=True) for seed in range(2)]
-    harness.run_until_preempted()
-    before = harness.num_prefilled
-    harness.run()
-    again = harness.num_prefilled - before
-    assert again <= (100 if layout == "T" else 180)
-    assert [len(sink.tokens) for sink in sinks] == [80, 80]
-
-
-def test_progress_is_told_once() -> None:
-    harness = Tight(200, num_slots=4)
-    sinks = [harness.submit(prompt_of(seed, 40), max_tokens=120, ignore_eos=True) for seed in range(4)]
-    harness.run()
-    assert harness.worker.stats().num_preempted > 0
-    for sink in sinks:
-        told = [event.evaluated for event in sink.events if isinstance(event, Progress)]
-        assert told == sorted(set(told)) and told[-1] == 39
-
-
 def test_a_replay_goes_on_with_its_own_randomness() -> None:
     harness = Tight(200, num_slots=4)
     for seed in range(3):
@@ -302,19 +236,6 @@ def test_rows_that_the_device_cannot_hold_together_are_not_tried_together_again(
     assert harness.num_prefilled <= (5 + 2 * harness.worker.stats().num_preempted) * 120
     for seed, sink in zip((0, 1, 2, 3, 9), (*sinks, newcomer), strict=True):
         assert sink.tokens == reference(prompt_of(seed, 60), 60, ignore_eos=True)
-
-
-def test_who_is_held_goes_on_though_all_others_are_cancelled() -> None:
-    runner = SmallDevice(130)
-    harness = Harness(runner=runner, num_slots=4, chunk_tokens=512)
-    sinks = [
-        harness.submit(prompt_of(seed, 60), max_tokens=60, ignore_eos=True, request_id=f"{seed}") for seed in range(2)
-    ]
-    while not runner.num_failures:
-        harness.step()
-    harness.worker.cancel("0")
-    harness.run()
-    assert sinks[1].tokens == reference(prompt_of(1, 60), 60, ignore_eos=True)
 
 
 def test_a_buffer_that_cannot_be_sized_at_the_start_leaves_no_slot_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,34 @@
-"""The whole engine on tiny real architectures: sharing, batching and paging change no token."""
+"""The whole engine on tiny real architectures: sharing, batching, paging and rounding (`--cache-bits`)."""
 
 import functools
 import gc
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from cache import reclaim
 from cache.budget import PADDING
+from cache.layers.layout import StoredForm
+from cache.layers.state import Rounded
+from cache.memory_tier import ROUNDED_TOKENS
+from cache.slots import Lookup
 from models.inference.grouping import Costs
 from models.inference.groups import GroupLayer
+from models.inference.probe import Probe
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
 from server.engine.scheduler import Phase
 from tests.support import fake_runner, tiny_models
 from tests.support.engine_driver import Collected, Harness
 from tests.support.oracle import Oracle
+
+# isort: split
+from mlx_lm.models.cache import make_prompt_cache
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 6
@@ -164,7 +174,7 @@ def test_an_error_on_the_way_out_of_shared_buffers_changes_no_token(
 ) -> None:
     """Two rows in a group, one beside it; then one goes on, and two are cancelled."""
     harness = harness_for(name, chunk_tokens=128)
-    monkeypatch.setattr(harness.runner, "costs", Costs(100))
+    monkeypatch.setattr(harness.runner.abilities, "costs", Costs(100))
     prompts = [text_of(seed, length) for seed, length in ((1, 30), (2, 31), (3, 200))]
     sinks = [ask(harness, prompt, request_id=f"{seed}") for seed, prompt in enumerate(prompts)]
     while any(len(sink.tokens) < 3 for sink in sinks):
@@ -187,8 +197,8 @@ def test_rows_that_an_error_kept_in_shared_buffers_become_no_head(monkeypatch: p
     harness = harness_for("llama", chunk_tokens=128)
     cache = harness.prefix_cache
     monkeypatch.setattr(reclaim, "MIN_HEAD_TOKENS", 16)
-    monkeypatch.setattr(harness.runner, "costs", Costs(1000))
-    monkeypatch.setattr(harness.runner, "head_tokens", float("inf"))
+    monkeypatch.setattr(harness.runner.abilities, "costs", Costs(1000))
+    monkeypatch.setattr(harness.runner.abilities, "head_tokens", float("inf"))
     prompts = [[*text_of(0, 50), *text_of(seed, 9)] for seed in range(1, 5)]
     sinks = [ask(harness, prompt) for prompt in prompts[:3]]
     while any(len(sink.tokens) < 3 for sink in sinks):
@@ -216,7 +226,7 @@ def test_what_is_held_is_charged_whoever_leaves(
 ) -> None:
     """One row ends, another fails, and then all; a merged state or a place in a group outlives none of them."""
     harness = harness_for(name, chunk_tokens=128)
-    monkeypatch.setattr(harness.runner, "costs", costs)
+    monkeypatch.setattr(harness.runner.abilities, "costs", costs)
     harness.runner.overlaps = False
     prompts = [text_of(seed, 30 + seed) for seed in range(4)]
     gc.freeze()  # what earlier tests left is not looked through at each collection
@@ -243,7 +253,7 @@ def test_what_is_held_is_charged_whoever_leaves(
 @pytest.mark.usefixtures("overlaps")
 def test_no_padding_is_charged_once_nobody_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = harness_for("llama")
-    monkeypatch.setattr(harness.runner, "costs", Costs(1e6))
+    monkeypatch.setattr(harness.runner.abilities, "costs", Costs(1e6))
     for length in (20, 60, 61):
         ask(harness, text_of(length, length), cache_prompt=False)
     ledger, table = harness.prefix_cache.ledger, harness.worker._table
@@ -253,3 +263,90 @@ def test_no_padding_is_charged_once_nobody_decodes(monkeypatch: pytest.MonkeyPat
         table.fail_step(sequence, RuntimeError("the model failed"))  # which detaches no row
     harness.prefix_cache.pager.take_back_padding()
     assert ledger.slot_bytes(PADDING) == ledger.charged_bytes == 0
+
+
+GREEDILY: dict[str, Any] = {"ignore_eos": True, "sampling": SamplingParams(temperature=0.0)}
+ROWS = StoredForm(rows=True)
+
+
+def stored_form(model: Any) -> StoredForm:
+    return Probe(model, tiny_models.VOCAB).find_stored_form()
+
+
+def test_rows_and_recurrent_state_pass_where_they_have_whole_groups() -> None:
+    assert stored_form(tiny_models.build_wide("llama")) == ROWS
+    assert stored_form(tiny_models.build_wide("qwen3_5")) == StoredForm(rows=True, recurrent=True)
+    assert stored_form(tiny_models.build_wide("mamba2")) == StoredForm(recurrent=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_a_model_without_whole_groups_is_refused_in_words(name: str) -> None:
+    form = stored_form(tiny_models.build(name))
+    assert form.is_exact and "as it is, because it has no groups of 32 numbers" in form.told
+
+
+def test_a_model_that_goes_on_otherwise_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = Rounded.exact
+    monkeypatch.setattr(Rounded, "exact", lambda self: exact(Rounded(self.codes // 64 * 64, self.peaks)))
+    form = stored_form(tiny_models.build_wide("llama"))
+    assert form.is_exact and "what follows differs by" in form.told
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(1, tiny_models.VOCAB, num_tokens)]
+
+
+def cold(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    caches, fed, answer = make_prompt_cache(model), list(prompt), list[int]()
+    while len(answer) < num_tokens:
+        fed = [int(mx.argmax(model(mx.array(fed)[None], cache=caches)[0, -1]))]
+        answer += fed
+    return answer
+
+
+@pytest.fixture
+def rounded_tokens(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How many tokens' rows were rounded; the model has two layers of keys and values."""
+    counted, of = [0.0], Rounded.of
+
+    def count(array: mx.array) -> Rounded:
+        counted[0] += array.shape[0] * array.shape[2] / 4
+        return of(array)
+
+    monkeypatch.setattr(Rounded, "of", count)
+    return counted
+
+
+def test_a_stream_goes_on_while_a_long_conversation_is_rounded(rounded_tokens: list[float]) -> None:
+    model = tiny_models.build_wide("llama")
+    runner = Runner(model, vocab_size=tiny_models.VOCAB, drafts=False, max_probe_seconds=0.0)
+    harness = Harness(runner=runner, num_slots=2, chunk_tokens=256, form=ROWS)
+    layout = harness.prefix_cache.layout
+    layout.calibrate(_caches_of(model))
+    long, beside, other = prompt_of(1, 3000), prompt_of(2, 20), prompt_of(3, 1200)
+    harness.run(harness.submit(long, max_tokens=1, **GREEDILY))
+    stream = harness.submit(beside, max_tokens=60, **GREEDILY)
+    harness.step(2)
+    harness.prefix_cache.ledger.budget_bytes = int(2600 * layout.bytes_per_token)
+    waiting, most = harness.submit(other, max_tokens=4, **GREEDILY), 0.0
+    for _ in range(4):
+        before, told = rounded_tokens[0], len(stream.tokens)
+        harness.step()
+        most = max(most, rounded_tokens[0] - before)
+        assert len(stream.tokens) > told
+    assert 0 < most <= reclaim.MAX_ROUNDED_TOKENS + 2 * ROUNDED_TOKENS and rounded_tokens[0] > 2000
+    harness.run()
+    assert stream.tokens == cold(model, beside, 60) and waiting.tokens == cold(model, other, 4)
+    assert harness.prefix_cache.memory.num_evictions == 0
+    assert harness.prefix_cache.peek(Lookup(np.array(long, np.int32))) == 2999
+    harness.prefix_cache.ledger.budget_bytes *= 2
+    again = harness.submit([*long, 5], max_tokens=1, **GREEDILY)
+    harness.run(again)
+    assert again.started.rounded_tokens == again.started.hit_tokens == 3000
+
+
+def _caches_of(model: Any) -> Any:
+    caches = make_prompt_cache(model)
+    model(mx.ones((1, 8), mx.int32), cache=caches)
+    mx.eval([cache.state for cache in caches])
+    return caches

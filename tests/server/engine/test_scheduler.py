@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.engine.request import GenerationRequest, Priority
+from server.engine.request import GenerationRequest, Priority, Wait, WaitReason
 from server.engine.scheduler import LOOKAHEAD, MAX_PASSES, MAX_WAITS, Phase, Scheduled, Scheduler, choose_to_wait
 
 CHUNK = 16
@@ -51,19 +51,6 @@ def chosen(scheduler: Scheduler[Turn], max_tokens: int = CHUNK, **restorable: in
     """Returns the name of the sequence that goes next."""
     choice = scheduler.choose_prefill(lambda one: restorable.get(one.request.request_id, 0), max_tokens)
     return None if choice is None else choice.request.request_id
-
-
-def test_nothing_to_do() -> None:
-    assert chosen(Scheduler[Turn](CHUNK)) is None
-    assert chosen(scheduler_with(Turn("a", 1, 9, phase=Phase.DECODING))) is None
-
-
-def test_first_come_first_served() -> None:
-    assert chosen(scheduler_with(Turn("b", 2, 100), Turn("a", 1, 100))) == "a"
-
-
-def test_a_prefill_under_way_goes_on() -> None:
-    assert chosen(scheduler_with(Turn("a", 1, 100, phase=Phase.PREFILLING, offset=16), Turn("b", 2, 100))) == "a"
 
 
 def test_what_is_left_of_a_step_goes_to_whoever_is_next_or_to_nobody() -> None:
@@ -152,12 +139,6 @@ class TestOneSession:
     def test_the_same_prompt_again_runs_beside_it_for_there_is_no_answer_to_go_on_from(self) -> None:
         assert chosen(self.pair(tail=()), b=39) == "b"
 
-    def test_another_session_runs_beside_it(self) -> None:
-        assert chosen(self.pair(session="t")) == "b"
-
-    def test_nobody_waits_for_state_that_he_may_not_use(self) -> None:
-        assert chosen(self.pair(shares=False)) == "b"
-
     def test_an_earlier_request_never_waits_for_a_later_one(self) -> None:
         scheduler = scheduler_with(
             Turn("late", 2, self.prompt, session_id="s", phase=Phase.DECODING),
@@ -172,15 +153,6 @@ class TestOneSession:
         assert chosen(scheduler) == "a"
         scheduler.sequences["a"].phase = Phase.DECODING
         assert chosen(scheduler) is None
-
-    def test_each_waits_for_all_it_goes_on_from_and_for_nobody_else(self) -> None:
-        turns = [Turn(f"t{n}", n, [*self.prompt, *range(n)], session_id="s") for n in range(1, 5)]
-        scheduler = scheduler_with(*turns)
-        for turn in turns:
-            assert chosen(scheduler) == turn.request.request_id
-            turn.phase = Phase.DECODING
-            assert chosen(scheduler) is None
-            scheduler.remove(turn)
 
     def test_an_interactive_turn_does_not_wait_for_a_background_request(self) -> None:
         scheduler = self.pair()
@@ -205,9 +177,6 @@ class TestOnePrefix:
         assert chosen(self.pair(offset=184), b=184) == "b"  # nearly all there already: waiting would gain little
         assert chosen(self.pair(offset=200), b=200) == "b"
 
-    def test_it_does_not_wait_for_what_it_can_restore_already(self) -> None:
-        assert chosen(self.pair(offset=0), b=199) == "b"
-
     def test_nobody_waits_across_namespaces_or_without_sharing(self) -> None:
         for fields in ({"namespace": "other"}, {"shares": False}):
             scheduler = self.pair(offset=0, **fields)
@@ -216,12 +185,6 @@ class TestOnePrefix:
             first = scheduler.sequences["a"]
             first.phase = Phase.DECODING
             assert waiting == ["b"] and chosen(scheduler) == "b"
-
-    def test_nobody_waits_for_a_prefill_that_has_ended(self) -> None:
-        scheduler = self.pair(offset=0)
-        assert chosen(scheduler) == "a"
-        scheduler.remove(scheduler.sequences["a"])
-        assert chosen(scheduler) == "b"
 
     def test_nobody_is_asked_again_what_is_restorable_before_the_first_has_passed_it(self) -> None:
         scheduler = self.pair(offset=0)
@@ -256,11 +219,6 @@ class TestManyWaiting:
         first = Turn("first", 0, [*self.prompt, *range(900)], phase=Phase.PREFILLING)
         others = [Turn(f"o{n}", n, [*self.prompt, 1000 + n]) for n in range(1, 42)]
         assert chosen(scheduler_with(first, *others, Turn("stranger", 99, 9))) == "stranger"
-
-    def test_only_so_many_that_could_run_are_looked_at(self) -> None:
-        scheduler, asked = scheduler_with(*[Turn(f"{n}", n, 9) for n in range(100)]), []
-        scheduler.choose_prefill(lambda one: asked.append(one) or 0, CHUNK)  # type: ignore[func-returns-value]
-        assert [one.arrival for one in asked] == list(range(LOOKAHEAD))
 
     def test_a_background_request_grows_impatient_behind_a_window_full_of_interactive_ones(self) -> None:
         scheduler = scheduler_with(Turn("patient", 1, 9, priority=Priority.BACKGROUND))
@@ -309,3 +267,23 @@ def test_one_that_was_preempted_holds_up_nothing_that_it_waits_for_itself() -> N
     later.is_preempted, later.num_passed = True, MAX_WAITS
     assert later.rank < earlier.rank
     assert chosen(scheduler_with(earlier, later)) == "earlier"
+
+
+def test_a_wait_has_its_reason() -> None:
+    common = list(range(400))
+    running = Turn("first", 1, [*common, 1], phase=Phase.PREFILLING, offset=128)
+    waiting = Turn("shares", 2, [*common, 2])
+    later = Turn("goes-on", 4, [*common, 1, 5], session_id="s")
+    running.change(session_id="s")
+    loading = Turn("loading", 5, 40)
+    scheduler = scheduler_with(running, waiting, later, loading, Turn("other", 6, 40))
+    loading.is_loading = True
+    assert chosen(scheduler) is not None
+    waits = scheduler.waits(has_slot=True)
+    assert waits["shares"] == Wait(WaitReason.BEGINNING, "first", 128, 400)
+    assert waits["goes-on"] == Wait(WaitReason.ANSWER, "first")
+    assert waits["loading"] == Wait(WaitReason.DISK) and waits["other"] == Wait(WaitReason.ORDER)
+    assert "first" not in waits
+    assert scheduler.waits(has_slot=False)["other"] == Wait(WaitReason.SLOT)
+    scheduler.is_stalled = True
+    assert scheduler.waits(has_slot=True)["other"] == Wait(WaitReason.MEMORY)

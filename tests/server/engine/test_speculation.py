@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache.history import History, PredictionFollower
+from models.inference.abilities import Feeds
 from server.engine.draft_cost import OverheadBudget, StallFilter
 from server.engine.request import DraftSource, GenerationRequest
 from server.engine.speculation import Drafting, Speculation, choose
@@ -75,7 +76,6 @@ class Simulation:
         curve: Curve,
         *,
         measured: Curve | None = None,
-        plain: Curve | None = None,
         lost_seconds: float = 0.0,
         call_seconds: float = 0.0,
         looking_seconds: float = 0.0,
@@ -84,27 +84,25 @@ class Simulation:
         draft_seconds: float | None = None,
         accuracy: float = 0.0,
         noise: float = 0.1,
-        pace: Callable[[float], float] = lambda now: 1.0,
         drafter: DraftSource = DraftSource.MTP,
     ) -> None:
-        """`measured`: what is found at load. `plain`: what a step without drafts takes, by rows, if not `curve`.
+        """`measured`: what is found at load. `lost_seconds` are those of a plain step that overlaps with none.
 
-        `lost_seconds` are those of a plain step that overlaps with none, `call_seconds` what a call with drafts takes
-        beyond `curve`. `draft_seconds` and `accuracy` are those of the `drafter`, by token. `pace` stretches what is
-        done at some time.
+        `call_seconds` are what a call with drafts takes beyond `curve`; `draft_seconds` and `accuracy` those of the
+        `drafter`, by token.
         """
-        self.curve, self.plain, self.together = curve, plain or curve, together
+        self.curve, self.together = curve, together
         self.lost_seconds, self.call_seconds, self.looking_seconds = lost_seconds, call_seconds, looking_seconds
         self.draft_seconds, self.accuracy = draft_seconds, accuracy
-        self.pace, self.now = pace, 0.0
+        self.pace: Callable[[float], float] = lambda now: 1.0
+        """Stretches what is done at some time."""
+        self.now = 0.0
         self._chance, self._noise = random.Random(0), noise
+        step_seconds = {knot: (measured or curve)(knot) * self._chance.uniform(0.97, 1.03) for knot in KNOTS}
         self.speculation = Speculation(
             History(),
-            {knot: (measured or curve)(knot) * self._chance.uniform(0.97, 1.03) for knot in KNOTS},
-            feeds_together=together,
-            max_feed_tokens=MAX_FEED_TOKENS,
+            Feeds(step_seconds, together, draft_seconds=draft_seconds),
             feeds_again=again,
-            draft_seconds=draft_seconds,
             drafter=drafter,
         )
         self._again = again
@@ -112,18 +110,18 @@ class Simulation:
     def begin(self, prompt: Sequence[int], prediction: Sequence[int] | None = None) -> Drafting:
         return self.speculation.begin(request_of(prompt, prediction), 0)
 
-    def run(self, rows: Sequence[tuple[Drafting, Sequence[int]]], max_tokens: int = 1 << 30) -> float:
+    def run(self, rows: Sequence[tuple[Drafting, Sequence[int]]]) -> float:
         """Has rows say their texts, together, until one has ended; returns the speed against that without drafts.
 
         As the engine, it starts a plain step before the tokens of the one before are looked at.
         """
         said, begun = Said(rows), self.now
         num_rows, is_under_way, left_seconds = len(rows), False, math.nan
-        while not said.is_over and said.num_tokens < max_tokens * num_rows:
+        while not said.is_over:
             if not is_under_way:
                 is_under_way = not self._step_with_drafts(said)
                 if is_under_way:
-                    took = self._pass(self.plain(num_rows) + self.lost_seconds)
+                    took = self._pass(self.curve(num_rows) + self.lost_seconds)
                     if not math.isnan(left_seconds):
                         self.speculation.observe_resumed(num_rows, left_seconds + took)
                 continue
@@ -131,10 +129,10 @@ class Simulation:
             is_under_way = not self.speculation.may_draft(said.drafting)
             said.accept([0] * num_rows)
             if is_under_way:
-                self.speculation.observe_plain(num_rows, self._pass(self.plain(num_rows)), left_seconds)
+                self.speculation.observe_plain(num_rows, self._pass(self.curve(num_rows)), left_seconds)
         for row in said.drafting:
             row.end()
-        return said.num_tokens / num_rows * self.plain(num_rows) / (self.now - begun)
+        return said.num_tokens / num_rows * self.curve(num_rows) / (self.now - begun)
 
     def _step_with_drafts(self, said: "Said") -> bool:
         """False where there is nothing to draft, and nothing to evaluate again."""
@@ -168,8 +166,8 @@ class Simulation:
         num_rows, longer = len(fed), [number for number in fed if number > 1]
         if self.together:
             num_tokens = num_rows * max(fed) if self._again else sum(fed)
-            return self.plain(num_rows) + self.curve(num_tokens) - self.curve(num_rows) + self.call_seconds
-        rest = self.plain(num_rows - len(longer)) if len(longer) < num_rows else 0.0
+            return self.curve(num_rows) + self.curve(num_tokens) - self.curve(num_rows) + self.call_seconds
+        rest = self.curve(num_rows - len(longer)) if len(longer) < num_rows else 0.0
         return rest + sum(self.curve(number) + self.call_seconds for number in longer)
 
     def _pass(self, seconds: float) -> float:
@@ -288,12 +286,11 @@ WAYS = ((True, False), (False, False), (False, True), (True, True))
 """Whether rows with drafts share a call, and whether they evaluate again what stayed of one."""
 
 
-# With 32 rows, which take longest to simulate, each way with one rate.
 @pytest.mark.parametrize(
     ("num_rows", "way", "error_rate"),
     [
-        *itertools.product((1, 4, 8), WAYS, (0.1, 0.3, 0.7)),
-        *((32, *each) for each in zip(WAYS, (0.1, 0.3, 0.7, 0.3), strict=True)),
+        *itertools.product((1, 4), WAYS, (0.1, 0.7)),
+        *((num_rows, way, 0.3) for num_rows, way in zip((8, 32, 8, 32), WAYS, strict=True)),
     ],
 )
 def test_texts_that_only_look_alike_cost_nothing(num_rows: int, way: tuple[bool, bool], error_rate: float) -> None:
@@ -322,49 +319,26 @@ def test_copying_is_faster_where_further_tokens_cost_less(curve: Curve, num_rows
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "num_rows", "least"), [(0.95, 1, 2.3), (0.8, 1, 1.5), (0.6, 1, 1.15), (0.8, 4, 1.2), (0.9, 8, 1.2)]
+    ("curve", "draft_seconds", "accuracy", "num_rows", "least"),
+    [
+        *((memory_bound, 0.001, accuracy, 1, least) for accuracy, least in ((0.95, 2.3), (0.8, 1.5), (0.6, 1.15))),
+        *((memory_bound, 0.001, accuracy, num_rows, 1.2) for accuracy, num_rows in ((0.8, 4), (0.9, 8))),
+        *((memory_bound, *costs, num_rows, 0.985) for costs in ((0.001, 0.1), (0.01, 0.9)) for num_rows in (1, 8)),
+        *((linear, 0.001, 0.9, num_rows, 0.985) for num_rows in (1, 8)),
+    ],
 )
-def test_an_mtp_module_makes_prose_faster(accuracy: float, num_rows: int, least: float) -> None:
-    simulation = Simulation(memory_bound, lost_seconds=0.0005, draft_seconds=0.001, accuracy=accuracy)
-    assert simulation.run(prose_rows(simulation, num_rows)) >= least
-    stats = simulation.speculation.stats
-    assert stats.accepted[DraftSource.MTP] > 0.35 * stats.drafted[DraftSource.MTP]
-
-
-@pytest.mark.parametrize(
-    ("accuracy", "draft_seconds", "least"), [(0.8, 0.001, 1.5), (0.8, 0.01, 0.985), (0.1, 0.001, 0.985)]
-)
-def test_a_draft_model_makes_prose_faster_or_costs_nothing(
-    accuracy: float, draft_seconds: float, least: float
+@pytest.mark.parametrize("drafter", [DraftSource.MTP, DraftSource.DRAFT])
+def test_a_drafter_makes_prose_faster_or_costs_nothing(
+    curve: Curve, draft_seconds: float, accuracy: float, num_rows: int, least: float, drafter: DraftSource
 ) -> None:
     simulation = Simulation(
-        memory_bound,
-        lost_seconds=0.0005,
-        draft_seconds=draft_seconds,
-        accuracy=accuracy,
-        drafter=DraftSource.DRAFT,
+        curve, lost_seconds=0.0005, draft_seconds=draft_seconds, accuracy=accuracy, drafter=drafter
     )
-    assert simulation.run(prose_rows(simulation, 1)) >= least
+    assert simulation.run(prose_rows(simulation, num_rows)) >= least
     stats = simulation.speculation.stats
-    assert stats.drafted[DraftSource.MTP] == 0
-    assert stats.drafted[DraftSource.DRAFT] > 0 or least < 1
-
-
-@pytest.mark.parametrize("num_rows", [1, 8])
-@pytest.mark.parametrize(
-    ("curve", "draft_seconds", "accuracy"),
-    [(memory_bound, 0.001, 0.1), (memory_bound, 0.01, 0.9), (linear, 0.001, 0.9)],
-)
-def test_an_mtp_module_that_does_not_pay_costs_nothing(
-    curve: Curve, draft_seconds: float, accuracy: float, num_rows: int
-) -> None:
-    simulation = Simulation(curve, lost_seconds=0.0005, draft_seconds=draft_seconds, accuracy=accuracy)
-    assert simulation.run(prose_rows(simulation, num_rows)) >= 0.985
-
-
-def test_a_text_that_is_copied_is_followed_rather_than_an_mtp_module() -> None:
-    simulation = Simulation(memory_bound, draft_seconds=0.002, accuracy=0.6)
-    assert simulation.run(copied_rows(simulation, 1, 0.02)) >= 3.5
+    assert {source for source, number in stats.drafted.items() if number} <= {drafter, DraftSource.HISTORY}
+    if least > 1:
+        assert stats.accepted[drafter] > 0.35 * stats.drafted[drafter]
 
 
 @pytest.mark.parametrize("num_rows", [1, 4])
@@ -375,14 +349,6 @@ def test_what_an_mtp_module_loses_keeps_no_text_from_being_followed(num_rows: in
         speeds.append(simulation.run(partly_copied_rows(simulation, num_rows)))
     assert speeds[1] >= 0.95 * speeds[0]
     assert speeds[0] > 1.1
-
-
-def test_texts_are_followed_on_once_the_drafter_has_failed() -> None:
-    simulation = Simulation(flat, draft_seconds=0.0001, accuracy=1.0)
-    rows = copied_rows(simulation, 1, 0.02)
-    rows[0][0].drafter = None
-    assert simulation.run(rows) > 3
-    assert simulation.speculation.stats.drafted[DraftSource.MTP] == 0
 
 
 def test_a_drafter_whose_tokens_a_grammar_forbids_is_soon_asked_no_more() -> None:
@@ -403,19 +369,18 @@ def test_a_drafter_whose_tokens_a_grammar_forbids_is_soon_asked_no_more() -> Non
 
 
 def test_an_mtp_module_is_tried_again_once_it_may_pay() -> None:
-    simulation = Simulation(memory_bound, draft_seconds=0.001, accuracy=0.05)
-    simulation.run(prose_rows(simulation, 1))
-    simulation.accuracy = 0.9
-    for _ in range(4):
-        simulation.run(prose_rows(simulation, 1))
-    drafted = simulation.speculation.stats.drafted[DraftSource.MTP]
-    assert simulation.run(prose_rows(simulation, 1)) > 1.3, drafted
+    simulation = Simulation(memory_bound, draft_seconds=0.003, accuracy=0.05)
 
+    def new_text(seed: int) -> list[tuple[Drafting, Sequence[int]]]:
+        """Nothing in it was ever said."""
+        text = random.Random(seed).choices(range(50_000), k=1600)
+        return [(simulation.begin(text[:1000]), text[1000:])]
 
-def test_rows_whose_drafts_are_evaluated_apart_are_faster_where_one_copies() -> None:
-    simulation = Simulation(memory_bound, together=False, again=True)
-    rows = [*copied_rows(simulation, 1, 0.01), *prose_rows(simulation, 1)]
-    assert simulation.run(rows) >= 1.1
+    for seed in range(8):
+        simulation.run(new_text(seed))
+    simulation.accuracy = 0.95
+    speeds = [simulation.run(new_text(seed)) for seed in range(8, 12)]
+    assert max(speeds) > 1.3, speeds
 
 
 @pytest.mark.parametrize(("num_rows", "least"), [(2, 1.9), (4, 1.4), (8, 1.1)])
@@ -425,20 +390,6 @@ def test_rows_that_feed_again_are_faster_in_one_call_than_apart(num_rows: int, l
         simulation = Simulation(memory_bound, lost_seconds=0.001, together=together, again=True)
         speeds.append(simulation.run(copied_rows(simulation, num_rows, 0.05)))
     assert speeds[1] >= least and speeds[1] > 1.1 * speeds[0], speeds
-
-
-def test_what_fits_beside_known_tokens_of_another_row_is_drafted_too() -> None:
-    """Rows are padded to the longest: the tokens cost nothing."""
-    simulation = Simulation(linear, together=True, again=True)
-    for _ in range(3):
-        simulation.speculation.observe_plain(2, linear(2), 0.0)
-    rows = [simulation.begin([*TEXT, -1]) for _ in range(2)]
-    for row in rows:
-        for token in TEXT[:35]:
-            row.push(token)
-    plan = partial(simulation.speculation.plan, rows, [8, 8], lambda wanted: [[] for _ in wanted])
-    assert plan([1, 1]) == [[], []]
-    assert plan([1, 4]) == [TEXT[35:38], []]
 
 
 def bound_by_overhead(num_tokens: int) -> float:
@@ -460,8 +411,7 @@ COSTS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "costs"),
-    [*itertools.product((1, 4), COSTS), *zip((32, 16, 16, 32), COSTS, strict=True)],
+    ("num_rows", "costs"), [*itertools.product((1, 4), COSTS), *zip((32, 16, 16, 32), COSTS, strict=True)]
 )
 def test_drafts_that_cost_far_more_than_was_measured_make_nothing_slower(
     num_rows: int, costs: dict[str, Any]
@@ -542,24 +492,6 @@ def test_drafts_return_once_a_machine_is_no_longer_busy(factor: float, seconds: 
     assert max(stretches(simulation, num_rows, 2)) > 0.85 * usual
 
 
-def test_plain_steps_are_measured_again_where_drafts_always_pay() -> None:
-    """Steps with drafts would otherwise be compared with plain steps of long ago."""
-    simulation, num_steps = seen_plain(), 0
-    row = simulation.begin([*TEXT, -9])
-    for token in TEXT[:6]:
-        row.push(token)
-    speculation = simulation.speculation
-    while num_steps < 300 and speculation.may_draft([row]):
-        assert planned(speculation, [row], [8]) == [TEXT[6:14]]
-        speculation.learn([row], [9], [8], [8], 0.01)
-        num_steps += 1
-    assert 50 < num_steps < 200 and planned(speculation, [row], [8]) == [[]]
-    for _ in range(3):
-        assert not speculation.may_draft([row])
-        speculation.observe_plain(1, 0.01, 0.0)
-    assert speculation.may_draft([row])
-
-
 @pytest.mark.parametrize("measured", [flat, stepped])
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_a_cost_that_was_measured_wrong_is_soon_known_better(measured: Curve, num_rows: int) -> None:
@@ -577,26 +509,26 @@ calls_of = st.lists(st.lists(st.tuples(st.floats(0.02, 1), st.floats(0.01, 2)), 
 def test_no_other_lengths_are_expected_to_be_faster(
     steps: list[list[tuple[float, float]]], more: list[float], num_rows: int
 ) -> None:
+    """Of one call; of several, none give more tokens beyond those of plain steps."""
     options = [
         list(itertools.accumulate(call, lambda one, other: (one[0] + other[0], one[1] + other[1]))) for call in steps
     ]
     rest = [0.0, *itertools.accumulate(more[: len(options)])]
-    every = itertools.product(*(range(len(call) + 1) for call in options))
-    best = max(_speed(options, lengths, rest, num_rows) for lengths in every)
-    found = choose(options, rest, num_rows)
-    if found is None:
-        assert best == pytest.approx(num_rows / rest[-1])
+    plain = num_rows / rest[-1]
+
+    def value(lengths: Sequence[int]) -> float:
+        chosen = [call[length - 1] for call, length in zip(options, lengths, strict=True) if length]
+        took = rest[len(options) - len(chosen)] + sum(cost for _, cost in chosen)
+        tokens = num_rows + sum(accepted for accepted, _ in chosen)
+        return float(tokens / took - plain if len(options) == 1 else tokens - plain * took)
+
+    best = max(map(value, itertools.product(*(range(len(call) + 1) for call in options))))
+    choice = choose(options, rest, num_rows)
+    if choice is None:
+        assert best == pytest.approx(0.0, abs=1e-6)
     else:
-        assert found.speed == pytest.approx(best)
-        assert _speed(options, tuple(found.lengths), rest, num_rows) == pytest.approx(best)
-
-
-def _speed(
-    options: list[list[tuple[float, float]]], lengths: tuple[int, ...], rest: list[float], num_rows: int
-) -> float:
-    chosen = [call[length - 1] for call, length in zip(options, lengths, strict=True) if length]
-    took = rest[len(options) - len(chosen)] + sum(seconds for _, seconds in chosen)
-    return (num_rows + sum(tokens for tokens, _ in chosen)) / took
+        assert value(choice.lengths) == pytest.approx(best)
+        assert value(choice.lengths) > 0
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 60), st.booleans())
@@ -613,12 +545,6 @@ def test_no_draft_is_longer_than_its_limit(limits: list[int], num_agreed: int, t
         assert len(draft) <= min(limit, MAX_FEED_TOKENS - 1)
     if together:
         assert any(drafts) == (num_agreed >= 3 and max(limits) > 0)
-
-
-def test_what_a_padded_step_took_is_held_against_its_rows_times_the_longest() -> None:
-    speculation = Simulation(linear, together=True, again=True, noise=0.0).speculation
-    calls = speculation._cost.calls
-    assert speculation._cost_at_load([4, 1, 1]) == (1, (calls[12] - calls[3]) / calls[3], 1.0)
 
 
 falling = st.lists(st.floats(0.3, 1), max_size=4).map(lambda odds: [*itertools.accumulate(odds, float.__mul__)])
@@ -651,7 +577,7 @@ def test_no_other_drafts_of_padded_rows_are_expected_to_be_faster(
         assert best <= num_rows * 1.031
     else:
         assert speed(tuple(found.lengths)) == pytest.approx(best)
-        assert found.speed == pytest.approx(best)
+        assert found.tokens / found.cost == pytest.approx(best)
 
 
 # -- what is followed
@@ -679,26 +605,8 @@ def test_a_prediction_is_followed_from_the_first_token_and_again_behind_a_change
     assert simulation.speculation.stats.accepted[DraftSource.PREDICTION] == 1
 
 
-def test_a_repeated_part_of_a_prediction_is_taken_for_the_next_one() -> None:
-    follower = PredictionFollower(np.array([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 6], np.int32))
-    for token in (1, 2, 9, 1, 2, 3):
-        follower.push(token)
-    assert follower.next_tokens(1) == [4]
-    for token in (9, 1, 2, 3):
-        follower.push(token)
-    assert follower.next_tokens(1) == [5]
-
-
-def test_a_short_prediction_of_which_nothing_is_said_is_missed() -> None:
-    follower = PredictionFollower(np.array([1, 2], np.int32))
-    follower.push(3)
-    assert (follower.num_confirmed, follower.num_missed) == (0, 2)
-    assert follower.next_tokens(4) == []
-
-
 @given(
-    prediction=st.lists(st.integers(0, 1), min_size=1, max_size=30),
-    output=st.lists(st.integers(0, 2), max_size=60),
+    prediction=st.lists(st.integers(0, 1), min_size=1, max_size=30), output=st.lists(st.integers(0, 2), max_size=60)
 )
 @example(prediction=[1, 1, 1, 1, 2, *range(3, 9)], output=[1] * 60)
 @example(prediction=[1, 1, 1, 2, 1, 1, 1, 3], output=[1] * 4)
@@ -732,16 +640,6 @@ def drafts_after(simulation: Simulation) -> list[int]:
     for token in TEXT[:6]:
         row.push(token)
     return planned(simulation.speculation, [row], [5])[0]
-
-
-def test_prompts_and_outputs_are_followed_by_later_requests() -> None:
-    simulation = seen_plain()
-    first = simulation.begin([1, 2])
-    for token in TEXT:
-        first.push(token)
-    assert drafts_after(simulation) == []
-    first.end()
-    assert drafts_after(simulation) == TEXT[6:11]
 
 
 @pytest.mark.parametrize("options", [{"is_volatile": True}, {"cache_prompt": False}])
@@ -782,9 +680,7 @@ def test_a_draft_that_came_to_nothing_does_not_make_later_steps_seem_cheap() -> 
     """As where a grammar forbids what the drafter drafts, and then forces tokens."""
     drafted = []
     for drafts_in_vain in (False, True):
-        speculation = Speculation(
-            History(), dict.fromkeys(KNOTS, 0.01), feeds_together=True, max_feed_tokens=33, draft_seconds=0.001
-        )
+        speculation = Speculation(History(), Feeds(dict.fromkeys(KNOTS, 0.01), together=True, draft_seconds=0.001))
         said, num_drafted = list(range(100, 2000)), 0
         row = speculation.begin(request_of([1, 2, 3], said), 0)
         for _ in range(3):

@@ -17,15 +17,12 @@ from models.inference.sampling_params import SamplingParams
 from models.output.pieces import ReasoningFormat, Thinking
 from server.engine.commands import clear_cache, pin_session, unpin_session
 from server.engine.request import (
-    Delta,
     Failed,
     Finished,
     FinishReason,
     OutOfMemory,
     Priority,
-    Progress,
     PromptTooLarge,
-    Started,
     StepFailed,
 )
 from server.engine.worker import COPIED_PER_EVALUATED
@@ -48,18 +45,6 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [rng.randint(1, 9) for _ in range(length)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_request_tells_its_story_in_order(layout: str) -> None:
-    harness = Harness(layout)
-    sink = harness.submit(prompt_of(1, 40), max_tokens=5)
-    harness.run()
-    kinds = [type(event) for event in sink.events]
-    assert kinds[:2] == [Started, Progress]
-    assert kinds[-1] is Finished and Failed not in kinds
-    assert sink.tokens == answer(prompt_of(1, 40), 5)
-    assert sink.last.timings.cache_tokens + sink.last.timings.evaluated_tokens == 40
-
-
 @pytest.mark.parametrize("priority", Priority)
 def test_the_cache_is_told_who_waits(priority: Priority, monkeypatch: pytest.MonkeyPatch) -> None:
     harness, told = Harness(), []
@@ -72,56 +57,6 @@ def test_the_cache_is_told_who_waits(priority: Priority, monkeypatch: pytest.Mon
     monkeypatch.setattr(harness.prefix_cache, "begin", watch)
     harness.run(harness.submit(prompt_of(1, 40), priority=priority))
     assert told == [priority is Priority.BACKGROUND]
-
-
-def test_a_progress_event_follows_each_chunk() -> None:
-    harness = Harness(chunk_tokens=16)
-    sink = harness.submit(prompt_of(1, 40))
-    harness.run()
-    assert [e.evaluated for e in sink.events if isinstance(e, Progress)] == [16, 32, 39]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_next_turn_evaluates_only_what_is_new(layout: str) -> None:
-    harness = Harness(layout)
-    first = prompt_of(2, 50)
-    harness.run(harness.submit(first, max_tokens=6))
-    harness.prefix_cache.check()
-    history = [*first, *reference(first, 6)]
-    new = prompt_of(3, 7)
-    sink = harness.submit([*history, *new], max_tokens=4)
-    harness.run()
-    known = len(history) if reference(first, 6)[-1] == EOS else len(history) - 1
-    assert sink.started.hit_tokens == known
-    assert sink.tokens == answer([*history, *new], 4)
-
-
-def test_an_exact_repeat_evaluates_one_token() -> None:
-    for layout in LAYOUTS:
-        harness = Harness(layout)
-        prompt = prompt_of(4, 60)
-        harness.run(harness.submit(prompt))
-        sink = harness.submit(prompt)
-        harness.run()
-        assert sink.started.hit_tokens == 59, layout
-        assert sink.tokens == answer(prompt), layout
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_at_once_get_their_own_answers(layout: str) -> None:
-    harness = Harness(layout, num_slots=3)
-    prompts = [prompt_of(5, 30) + prompt_of(seed, 5 + seed) for seed in range(8)]
-    sinks = [harness.submit(prompt, max_tokens=4 + n) for n, prompt in enumerate(prompts)]
-    harness.run()
-    for n, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
-        assert sink.tokens == answer(prompt, 4 + n)
-
-
-def test_rows_decode_together() -> None:
-    harness = Harness()
-    sinks = [harness.submit(prompt_of(seed, 5), max_tokens=20, ignore_eos=True) for seed in range(3)]
-    harness.run(*sinks)
-    assert max(entry[1] for entry in harness.runner.log if entry[0] == "decode") == 3
 
 
 def test_a_chunk_runs_between_two_decode_steps_while_a_long_prompt_prefills() -> None:
@@ -227,18 +162,6 @@ def test_state_that_is_copied_back_takes_tokens_of_a_chunk(num_restored: int, de
     assert [entry[1] for entry in harness.runner.log if entry[0] == "decode"] == decoding
 
 
-def test_a_newcomer_gets_its_first_token_within_two_decode_steps() -> None:
-    harness = Harness(chunk_tokens=16)
-    harness.submit(prompt_of(1, 5), max_tokens=60, ignore_eos=True)
-    harness.step(5)
-    harness.runner.log.clear()
-    newcomer = harness.submit(prompt_of(2, 10), ignore_eos=True)
-    while not newcomer.tokens:
-        harness.step()
-    # its own prefill, its own step, and the step that runs while its token is read
-    assert [entry[0] for entry in harness.runner.log] == ["prefill", "decode", "decode"]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_last_token_is_evaluated_too_when_nobody_waits(layout: str, overlaps: bool) -> None:
     harness = Harness(runner=FakeRunner(layout, overlaps=overlaps))
@@ -250,16 +173,6 @@ def test_the_last_token_is_evaluated_too_when_nobody_waits(layout: str, overlaps
         sink = harness.submit([*history, 1, 2, 3], max_tokens=1)
         harness.run()
         assert sink.started.hit_tokens == len(history)
-
-
-def test_the_last_token_keeps_no_newcomer_waiting() -> None:
-    harness = Harness()
-    ending = harness.submit(prompt_of(1, 20), max_tokens=3, ignore_eos=True)
-    harness.run(ending)
-    harness.runner.log.clear()
-    harness.submit(prompt_of(2, 10))
-    harness.step()
-    assert [entry for entry in harness.runner.log if entry[0] == "decode"] == [("decode", 1)]
 
 
 class ToldAtStart(FakeRunner):
@@ -305,62 +218,6 @@ def test_a_sequence_that_ended_hears_nothing_more() -> None:
         assert not any(slot.is_leased for slot in harness.prefix_cache.slots)
 
 
-def test_four_at_once_on_one_cold_prefix_compute_it_once() -> None:
-    for layout in LAYOUTS:
-        harness = Harness(layout)
-        shared = prompt_of(6, 200)
-        sinks = [harness.submit([*shared, *prompt_of(seed, 4)], max_tokens=3) for seed in range(10, 14)]
-        harness.run()
-        prefilled = sum(entry[1] for entry in harness.runner.log if entry[0] == "prefill")
-        assert prefilled <= 200 + 4 * 8, layout
-        for seed, sink in zip(range(10, 14), sinks, strict=True):
-            assert sink.tokens == answer([*shared, *prompt_of(seed, 4)], 3), layout
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_requests_of_one_session_on_one_history_begin_in_arrival_order_and_none_is_lost(layout: str) -> None:
-    harness = Harness(layout, num_slots=3)
-    history = prompt_of(7, 30)
-    prompts = [[*history, *prompt_of(seed, 3 + seed)] for seed in range(10)]
-    begun: list[int] = []
-    sinks = [harness.submit(prompt, session_id="chat", user_start=30, max_tokens=9) for prompt in prompts]
-    while harness.worker.has_work:
-        harness.step()
-        begun += [n for n, sink in enumerate(sinks) if sink.events and n not in begun]
-    assert begun == list(range(10))
-    for prompt, sink in zip(prompts, sinks, strict=True):
-        assert sink.tokens == answer(prompt, 9)
-        assert harness.prefix_cache.peek(Lookup(np.array([*prompt, *sink.tokens, 1], np.int32), namespace="")) >= 30
-
-
-@pytest.mark.parametrize("prompts", ["different", "same"])
-def test_users_of_one_session_take_no_more_steps_than_users_without(prompts: str) -> None:
-    def steps(session_id: str | None) -> int:
-        harness = Harness(num_slots=8)
-        for seed in range(8):
-            prompt = [*prompt_of(7, 30), *prompt_of(seed if prompts == "different" else 1, 5)]
-            harness.submit(prompt, session_id=session_id, user_start=30, max_tokens=20, ignore_eos=True)
-        count = 0
-        while harness.worker.has_work:
-            harness.step()
-            count += 1
-        return count
-
-    assert steps("prompt_cache_key") == steps(None)
-
-
-def test_a_turn_that_holds_the_answer_under_way_waits_for_it_and_evaluates_nothing_twice() -> None:
-    harness = Harness()
-    prompt = prompt_of(1, 40)
-    first = harness.submit(prompt, session_id="chat", max_tokens=30, ignore_eos=True)
-    harness.step(3)
-    history = [*prompt, *reference(prompt, 30, ignore_eos=True)]
-    second = harness.submit([*history, 1, 2, 3], session_id="chat", max_tokens=2)
-    harness.run()
-    assert first.is_over and second.started.hit_tokens == len(history)
-    assert second.tokens == answer([*history, 1, 2, 3], 2)
-
-
 def test_a_turn_does_not_wait_for_an_answer_that_its_client_leaves_unread() -> None:
     harness = Harness()
     prompt = prompt_of(1, 40)
@@ -371,48 +228,6 @@ def test_a_turn_does_not_wait_for_an_answer_that_its_client_leaves_unread() -> N
     unread.is_behind = True
     harness.run(turn)
     assert turn.tokens == answer([*prompt, 1, 2, 3], 2) and not unread.is_over
-
-
-def test_one_session_with_many_turns_waiting_keeps_no_stranger_waiting() -> None:
-    harness = Harness()
-    prompt = prompt_of(1, 40)
-    harness.submit(prompt, session_id="chat", max_tokens=60, ignore_eos=True)
-    for number in range(40):
-        harness.submit([*prompt, *range(number + 1)], session_id="chat", max_tokens=30, ignore_eos=True)
-    harness.step(3)
-    stranger = harness.submit(prompt_of(2, 10), max_tokens=30, ignore_eos=True)
-    harness.step(2)
-    assert any(isinstance(event, Delta) for event in stranger.events)
-
-
-def test_requests_of_one_session_on_different_histories_run_side_by_side() -> None:
-    harness = Harness()
-    root = harness.submit(prompt_of(1, 40), session_id="agent", user_start=30, max_tokens=50, ignore_eos=True)
-    child = harness.submit(prompt_of(2, 40), session_id="agent", user_start=30, max_tokens=3, ignore_eos=True)
-    harness.run(child)
-    assert not root.is_over
-
-
-def test_a_short_prompt_passes_a_long_one() -> None:
-    harness = Harness(chunk_tokens=16)
-    long = harness.submit(prompt_of(1, 300), max_tokens=1)
-    harness.step()
-    short = harness.submit(prompt_of(2, 10), max_tokens=2)
-    harness.run(short)
-    assert not any(isinstance(event, Delta) for event in long.events)
-    harness.run()
-    assert long.is_over
-
-
-def test_a_background_prefill_lets_interactive_ones_go_first() -> None:
-    harness = Harness(chunk_tokens=16)
-    slow = harness.submit(prompt_of(1, 200), max_tokens=1, priority=Priority.BACKGROUND)
-    harness.step()
-    fast = harness.submit(prompt_of(2, 100), max_tokens=1)
-    harness.run(fast)
-    assert not slow.is_over
-    harness.run()
-    assert slow.tokens == answer(prompt_of(1, 200), 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -443,36 +258,6 @@ def test_a_cancelled_answer_keeps_what_was_generated(layout: str) -> None:
     harness.run()
     assert again.started.hit_tokens >= len(prompt) + len(said) - 1
     assert again.tokens == answer([*prompt, *said, 3], 2)
-
-
-def test_cancelling_twice_or_an_unknown_request_does_nothing() -> None:
-    harness = Harness()
-    sink = harness.submit(prompt_of(1, 5), request_id="x")
-    harness.worker.cancel("nobody")
-    harness.worker.cancel("x")
-    harness.worker.cancel("x")
-    assert sink.is_over and not harness.worker.has_work
-
-
-def test_a_stop_string_ends_the_answer_before_it() -> None:
-    harness = Harness()
-    prompt = prompt_of(3, 10)
-    wanted = reference(prompt, 12, ignore_eos=True)
-    sink = harness.submit(prompt, max_tokens=12, stop=(f"{wanted[2]} {wanted[3]}",), ignore_eos=True)
-    harness.run()
-    assert sink.tokens == wanted[:2]
-    assert sink.last.reason is FinishReason.STOP
-    assert sink.last.stop_text == f"{wanted[2]} {wanted[3]}"
-
-
-def test_max_tokens_is_exact() -> None:
-    for count in (1, 2, 3, 7):
-        harness = Harness()
-        sink = harness.submit(prompt_of(3, 10), max_tokens=count, ignore_eos=True)
-        harness.run()
-        assert len(sink.tokens) == count
-        assert sink.last.reason is FinishReason.LENGTH
-        assert sink.last.timings.predicted_tokens == count
 
 
 @pytest.mark.parametrize("part", ["prepare", "start", "read"])
@@ -626,17 +411,6 @@ def budgeted(num_tokens: int) -> Harness:
     return harness
 
 
-def test_what_does_not_fit_now_waits_for_what_runs() -> None:
-    harness = budgeted(700)
-    first = harness.submit(prompt_of(1, 400), max_tokens=30, ignore_eos=True)
-    harness.step(5)
-    second = harness.submit(prompt_of(2, 400), max_tokens=4)
-    harness.step(20)
-    assert not second.events and not first.is_over
-    harness.run()
-    assert second.tokens == answer(prompt_of(2, 400), 4)
-
-
 def test_what_cannot_fit_beside_a_pin_is_told_to_come_back() -> None:
     harness = budgeted(700)
     harness.run(harness.submit(prompt_of(1, 200), session_id="s", max_tokens=2))
@@ -662,15 +436,6 @@ def test_cache_prompt_false_neither_reuses_nor_keeps() -> None:
     again = harness.submit(secret)
     harness.run()
     assert again.started.match_tokens == 0
-
-
-def test_namespaces_share_nothing() -> None:
-    harness = Harness()
-    prompt = prompt_of(4, 50)
-    harness.run(harness.submit(prompt, namespace="a"))
-    other = harness.submit(prompt, namespace="b")
-    harness.run()
-    assert other.started.match_tokens == 0 and other.tokens == answer(prompt)
 
 
 def test_stop_fails_what_still_runs() -> None:
@@ -785,16 +550,6 @@ def test_a_thought_is_closed_after_its_last_token_and_the_answer_goes_on(layout:
         thought = expected[: min(limit, *(i for i, token in enumerate([*expected, 12]) if token in (12, EOS)))]
         assert sink.last.reasoning_tokens == (len(thought) if n % 3 else None)
         assert sink.last.timings.predicted_tokens == len(expected)
-
-
-def test_the_turn_after_a_closed_thought_finds_the_forced_tokens_cached() -> None:
-    harness, prompt = Harness(), prompt_of(3, 20)
-    expected = thinking_reference(prompt, 12, 3)
-    harness.run(harness.submit(prompt, max_tokens=12, thinking=Thinking(NUMBERED, is_open=True, max_tokens=3)))
-    sink = harness.submit([*prompt, *expected, 5, 6], max_tokens=4)
-    harness.run()
-    assert sink.started.hit_tokens >= 20 + len(expected) - 1
-    assert sink.tokens == answer([*prompt, *expected, 5, 6], 4)
 
 
 @pytest.mark.parametrize("part", ["prepare", "start", "read"])

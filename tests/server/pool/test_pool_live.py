@@ -1,27 +1,34 @@
 """Several real models in one process: loaded and unloaded while others answer, and found again as they were."""
 
+import asyncio
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import mlx.core as mx
+import numpy as np
 import pytest
 
+from cache.history import HistoryFollower
+from cache.memory_tier import PinName
+from cache.prefix_cache import PrefixCache
 from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import ServiceOpener
+from server.engine.sequence import EngineState
 from server.pool.catalog import Catalog
-from server.pool.members import Around, Member
-from server.pool.memory import PoolMemory, PoolSettings
+from server.pool.members import Around, Budgets, Member
+from server.pool.memory import ModelUse, PoolMemory, PoolSettings, Pressure
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
-from tests.support import tiny_models
+from tests.server.api.test_live import until
+from tests.support import cache_driver, fake_model, tiny_models
 from tests.support.live_server import running
 
 WAIT_SECONDS = 120.0
@@ -80,15 +87,12 @@ class Several:
         until(lambda: model not in self.pool.engines)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.001)
-
-
 def content(answer: Any) -> str:
     return str(answer["choices"][0]["message"]["content"])
+
+
+def turn_after(answer: Any) -> list[Any]:
+    return [*LONG, {"role": "assistant", "content": content(answer)}, {"role": "user", "content": "And of lakes?"}]
 
 
 def cached(answer: Any) -> int:
@@ -106,7 +110,7 @@ def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("model", ["llama", "lfm2"])
 def test_a_conversation_is_found_again_when_its_model_is_loaded_again(several: Several, model: str) -> None:
     first = several.ask(model)
-    turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
+    turn = turn_after(first)
     several.unload(model)
     again = several.ask(model, turn)
     assert cached(first) == 0
@@ -159,27 +163,20 @@ def test_two_models_that_do_not_fit_together_take_turns_and_find_their_conversat
         assert last > 100
 
 
-def test_conversations_of_an_unloaded_model_can_be_forgotten(tmp_path: Path) -> None:
+def test_what_an_unloaded_model_keeps_can_be_forgotten(tmp_path: Path) -> None:
     with Several(tmp_path) as server:
-        num_tokens = server.ask("llama")["usage"]["prompt_tokens"]
-        server.unload("llama")
-        until(lambda: "llama" in server.pool.budgets.unloaded)
-        elsewhere = server.client.post("/v1/cache/clear?model=llama&cache_salt=other").json()
-        assert elsewhere["freed_tokens"] == 0
-        freed = server.client.post("/v1/cache/clear?model=llama").json()
-        assert freed["freed_tokens"] >= num_tokens and freed["freed_bytes"] > 0
-        assert cached(server.ask("llama")) == 0
-
-
-def test_a_session_is_forgotten_while_its_model_is_unloaded(tmp_path: Path) -> None:
-    with Several(tmp_path) as server:
-        server.ask("llama", session_id="s")
+        num_tokens = server.ask("llama", session_id="s")["usage"]["prompt_tokens"]
         server.unload("llama")
         until(lambda: "llama" in server.pool.budgets.unloaded)
         kept = server.pool.budgets.unloaded["llama"]
         assert kept.last("", "s") is not None
         assert server.client.delete("/v1/sessions/s").status_code == 200
         assert kept.last("", "s") is None
+        elsewhere = server.client.post("/v1/cache/clear?model=llama&cache_salt=other").json()
+        assert elsewhere["freed_tokens"] == 0
+        freed = server.client.post("/v1/cache/clear?model=llama").json()
+        assert freed["freed_tokens"] >= num_tokens and freed["freed_bytes"] > 0
+        assert cached(server.ask("llama")) == 0
 
 
 def test_conversations_given_up_with_their_model_are_told_so(tmp_path: Path) -> None:
@@ -188,7 +185,7 @@ def test_conversations_given_up_with_their_model_are_told_so(tmp_path: Path) -> 
         server.unload("llama")
         until(lambda: "llama" in server.pool.budgets.unloaded)
         server.pool.budgets.give_up("llama", "tests")
-        turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
+        turn = turn_after(first)
         again = server.ask("llama", turn, session_id="s")
         assert cached(again) == 0
         assert (again["cache"]["miss"]["reason"], again["cache"]["miss"]["cause"]) == (
@@ -231,7 +228,7 @@ def test_state_never_meets_a_model_that_has_changed(
     disk = {"cache_disk_bytes": 256 * MIB, "cache_dir": str(tmp_path / "disk")} if keeps == "disk" else {}
     with Several(tmp_path, cache=disk) as server:
         first = server.ask("llama", session_id="s")
-        turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
+        turn = turn_after(first)
         server.unload("llama")
         change(tmp_path / "llama")
         again = server.ask("llama", turn, session_id="s")
@@ -270,7 +267,7 @@ def test_an_idle_model_leaves_memory_to_another_and_gets_what_it_is_due_for_its_
         until(lambda: budgets()["llama"] <= 96 * MIB)
         monkeypatch.undo()
         assert sum(budgets().values()) <= 256 * MIB
-        turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
+        turn = turn_after(first)
         again = server.ask("llama", turn)
         assert budgets()["lfm2"] == budgets()["llama"] == 128 * MIB
         assert cached(again) > 0.8 * first["usage"]["prompt_tokens"], (
@@ -298,3 +295,100 @@ def test_a_model_whose_disk_folder_another_server_has_open_is_told_so(tmp_path: 
         assert answer.status_code == 503
         assert "--cache-disk" in answer.text and str(tmp_path) not in answer.text
         assert content(other.ask("lfm2"))
+
+
+SAID = np.arange(20, dtype=np.int32)
+
+
+def state_of(prompts: Sequence[Sequence[int]], pinned: Sequence[int] = ()) -> EngineState:
+    prefix_cache = PrefixCache(lambda: fake_model.make_caches("T"), num_slots=2, budget_bytes=1 << 30)
+    for prompt in prompts:
+        cache_driver.run(prefix_cache, prompt)
+    prefix_cache.park()
+    if pinned:
+        prefix_cache.pins.pin(PinName("", "s"), np.array(pinned, np.int32))
+    return EngineState(prefix_cache)
+
+
+def conversations(count: int) -> list[list[int]]:
+    return [[first, *range(1, 40)] for first in range(100, 100 + count)]
+
+
+def budgets_of(total_bytes: int, **states: EngineState) -> tuple[Budgets, list[str]]:
+    """Returns budgets of no loaded model, and the list of those whose state is given up."""
+    budgets = Budgets(PoolMemory(total_bytes), {}, lambda: 100.0)
+    given_up: list[str] = []
+    budgets.on_given_up = given_up.append
+    for number, (model_id, state) in enumerate(states.items()):
+        state.last_used = float(number)
+        budgets.unloaded[model_id] = state
+    return budgets, given_up
+
+
+def test_all_is_kept_where_there_is_memory() -> None:
+    first, second = state_of(conversations(4)), state_of(conversations(4))
+    num_bytes = first.num_bytes + second.num_bytes
+    budgets, given_up = budgets_of(num_bytes, first=first, second=second)
+    asyncio.run(budgets.divide())
+    assert budgets.taken_bytes == num_bytes == first.num_bytes + second.num_bytes > 0 and not given_up
+
+
+def test_what_was_used_longest_ago_is_cut_down_first() -> None:
+    first, second = state_of(conversations(8)), state_of(conversations(8))
+    half, whole = first.num_bytes // 2, second.num_bytes
+    budgets, given_up = budgets_of(half + whole, first=first, second=second)
+    asyncio.run(budgets.divide())
+    assert 0 < first.num_bytes <= half and second.num_bytes == whole and not given_up
+
+
+def test_a_model_being_loaded_leaves_a_quarter_to_the_state_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    state = state_of(conversations(8))
+    budgets, given_up = budgets_of(2 * state.num_bytes, a=state)
+    budgets.joining = ModelUse("b", 100.0, is_in_use=True)
+    whole = state.num_bytes
+    asyncio.run(budgets.shrink(budgets.plan()))
+    assert 0 < state.num_bytes <= whole // 2 and not given_up
+    asyncio.run(budgets.shrink({"a": 0}))
+    assert state.num_bytes == 0 and given_up == ["a"] and not budgets.unloaded
+    assert "conversations of a are given up: other models or servers need the memory" in caplog.text
+
+
+def test_state_given_up_for_other_programs_is_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    state = state_of(conversations(8))
+    budgets, given_up = budgets_of(2 * state.num_bytes, a=state)
+    budgets.relieve(Pressure.CRITICAL)
+    assert state.num_bytes == 0 and given_up == ["a"]
+    assert "conversations of a are given up: other programs need the memory" in caplog.text
+
+
+def test_state_that_is_pinned_and_cannot_be_cut_down_goes_as_a_whole() -> None:
+    prompts = conversations(8)
+    state = state_of(prompts, pinned=prompts[0])
+    state.shrink(state.num_bytes // 2)
+    assert state.num_bytes > 0, "the pinned part fits"
+    state.shrink(1)
+    assert state.num_bytes == 0
+
+
+def drafted(state: EngineState, namespace: str) -> list[int]:
+    """What follows the beginning of `SAID`."""
+    own = state.prefix_cache.history.begin(namespace)
+    follower = HistoryFollower(state.prefix_cache.history, own)
+    for token in SAID[:5].tolist():
+        own.push(token)
+        follower.push(token)
+    return follower.next_tokens(2)
+
+
+def test_a_session_is_forgotten_with_every_adapter_and_in_its_namespace_only() -> None:
+    state = state_of([])
+    for name in ("ours", "lora:1234:ours", "theirs"):
+        state.prefix_cache.history.add(name, SAID, "s")
+        state.record(name, "s", SAID)
+    state.forget_client("ours", "another")
+    assert drafted(state, "ours") == [5, 6]
+    state.forget_client("ours", "s")
+    assert [drafted(state, name) for name in ("ours", "lora:1234:ours", "theirs")] == [[], [], [5, 6]]
+    assert [state.last(name, "s") is None for name in ("ours", "theirs")] == [True, False]

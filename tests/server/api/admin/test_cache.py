@@ -10,13 +10,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from cache.budget import PinLimit
-from models.prompt.chat_template import ChatRenderer
-from server.api.conversation import Conversation
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.engine import engine as engine_module
 from server.engine.commands import pin_turn
-from tests.models.prompt.test_chat_template import make_tokenizer
 from tests.server.api.test_live import raw_post, until
 from tests.support import tiny_models
 from tests.support.apps import create_app
@@ -172,8 +169,9 @@ def test_what_is_on_disk_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytes
         assert node == {
             "id": 1, "parent": None, "start": 0, "stop": primed["tokens"], "tokens": primed["tokens"],
             "snapshot": False, "memory_id": 1, "memory_tokens": primed["tokens"], "last_used": 1,
-            "bytes": state["bytes"]["disk"], "preview": node["preview"],
+            "bytes": state["bytes"]["disk"], "preview": node["preview"], "name": node["name"],
         }  # fmt: skip
+        assert node["name"]["sessions"] == [""], "a primed prompt has no session"
         assert "You are a careful" in node["preview"] and state["num_disk_nodes"] == 1
         assert state["disk_writes"] == {"today_bytes": node["bytes"], "budget_bytes": 1 << 30}
         assert held(server, "disk", limit=0)["truncated"]
@@ -290,18 +288,29 @@ def test_a_turn_that_ends_in_tool_calls_is_held_and_no_other(
     holds = [given for command, *given in engine.commands if command is pin_turn]
     assert len(holds) == is_held
     if holds:
-        _, label, prompt, reply = holds[0]
+        _, label, prompt, reply, _ = holds[0]
         assert (label, list(reply)) == ("s", [0])
         assert prompt is engine.requests[0].tokens
 
 
-@pytest.mark.parametrize("name", HISTORIES)
-def test_a_stable_prefix_begins_every_prompt_that_goes_on_from_it(name: str) -> None:
-    renderer, history = ChatRenderer(make_tokenizer()), HISTORIES[name]
-    prefix = Conversation(renderer, history).stable_prefix()
-    followers = [ANSWER] if name == "user" else [{"role": "user", "content": text} for text in ("apple", "\n b", "Z")]
-    for follower in followers:
-        longer = renderer.render([*history, follower, *([MORE] if name == "user" else [])])
-        assert longer.tokens[: len(prefix.tokens)].tolist() == prefix.tokens.tolist()
-    assert len(longer.tokens) - len(prefix.tokens) < 60 and len(prefix.outline.starts) == len(history)
-    assert all(point.offset <= len(prefix.tokens) for point in prefix.restore_points)
+def test_edges_are_named_found_and_remembered_for_their_own_key_only(server: httpx.Client) -> None:
+    ask(server, "named", SYSTEM, {"role": "user", "content": "Where is the violet door?"}, session_id="doors")
+    until(lambda: held(server, "named")["earlier"] != [])
+    now = held(server, "named")
+    (session,) = now["sessions"]
+    assert session == {"id": "doors", "title": "Where is the violet door?", "question": "Where is the violet door?"}
+    assert {one["name"]["role"] for one in now["nodes"]} >= {"system"}
+    assert all(one["name"]["sessions"] == ["doors"] for one in now["nodes"])
+    found = server.get("/v1/cache/search", params={"text": "VIOLET door"}, headers=bearer("named")).json()
+    assert len(found["nodes"]) == 1 and not found["truncated"]
+    earlier = held(server, "named", at=int(now["earlier"][-1]))
+    assert earlier["sessions"] == [session] and earlier["num_nodes"] > 0
+    for key in ("others", "more"):
+        theirs = held(server, key)
+        assert (theirs["sessions"], theirs["earlier"]) == ([], [])
+        searched = server.get("/v1/cache/search", params={"text": "violet door"}, headers=bearer(key)).json()
+        assert searched["nodes"] == []
+        answer = server.get("/v1/cache", params={"at": int(now["earlier"][-1])}, headers=bearer(key))
+        assert answer.status_code == 400 and "earlier" in answer.text
+    assert server.post("/v1/cache/clear", headers=bearer("named")).status_code == 200
+    assert held(server, "named")["earlier"] == []

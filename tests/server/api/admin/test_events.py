@@ -6,18 +6,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from server.api.admin import state as endpoint
 from server.api.app import start_draining
+from server.api.record import Arrival, OpenRequest
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.engine import engine as engine_module
+from server.engine.request import EngineStats, GenerationRequest, Started, Wait, WaitReason
 from tests.server.api.test_live import until
 from tests.support import tiny_models
 from tests.support.apps import create_app
@@ -175,6 +179,39 @@ def test_a_key_hears_and_sees_of_its_own_requests_only(server: httpx.Client) -> 
     own = stats(server, Authorization="Bearer mine")
     assert own["scope"] == "namespace" and own["totals"]["requests"] == own["sessions"] == 1
     assert stats(server, Authorization="Bearer nobody")["totals"]["requests"] == 0
+
+
+def test_requests_of_before_are_listed_for_their_own_key(server: httpx.Client) -> None:
+    ask(server, SYSTEM, USER, key="theirs", session_id="theirs")
+    answer = ask(server, SYSTEM, USER, key="mine", session_id="s1", temperature=0.25)
+    until(lambda: stats(server)["totals"]["requests"] == 2)
+    mine = server.get("/v1/requests", headers={"Authorization": "Bearer mine"}).json()
+    (one,) = mine["data"]
+    assert (one["id"], one["session_id"], one["title"]) == (answer["id"], "s1", USER["content"])
+    assert one["prompt_tokens"] == one["cached_tokens"] + one["evaluated_tokens"] == answer["usage"]["prompt_tokens"]
+    assert one["temperature"] == 0.25 and one["finish"] == "length" and one["saved_seconds"] == 0
+    assert one["received"] + one["first_ms"] / 1000 <= one["ended"] + 0.01 and one["queue_ms"] >= 0
+    (level, *_) = mine["levels"]
+    assert level[0] <= one["ended"] and level[1] > 0
+    everybody = server.get("/v1/requests").json()["data"]
+    assert [request["session_id"] for request in everybody] == ["s1", "theirs"]
+    assert server.delete("/v1/sessions/s1", headers={"Authorization": "Bearer mine"}).status_code == 200
+    assert [request["session_id"] for request in server.get("/v1/requests").json()["data"]] == ["theirs"]
+
+
+def test_a_waiting_request_says_for_whose_beginning() -> None:
+    def open_request(name: str, started: Started | None) -> OpenRequest:
+        request = GenerationRequest(name, np.arange(9, dtype=np.int32), 1, session_id=f"of-{name}")
+        return OpenRequest(request, "tiny", Arrival("/v1/completions", 0.0), started=started)
+
+    waits = {"late": Wait(WaitReason.BEGINNING, "first", 4, 8), "first": Wait(WaitReason.SLOT)}
+    running = [open_request("first", Started(0, 9, 0, 0)), open_request("late", None), open_request("new", None)]
+    context: Any = SimpleNamespace(
+        pool=SimpleNamespace(engines={"tiny": SimpleNamespace(stats=lambda: EngineStats(waits=waits))}),
+        activity=SimpleNamespace(open_requests=lambda namespace: running, unplanned=()),
+    )
+    told = [one["waits_for"] for one in endpoint._open_bodies(context, None, 1.0)]
+    assert told == [None, {"reason": "beginning", "session_id": "of-first", "evaluated": 4, "total": 8}, None]
 
 
 def test_paging_writing_and_reading_are_told_of(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """The real `anthropic` package, sync and async, against a real uvicorn; the engine is a fake."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -18,23 +17,12 @@ from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 
-WAIT_SECONDS = 120.0
 HI: Any = {"role": "user", "content": "Hi"}
 ASK: dict[str, Any] = {"model": "tiny", "max_tokens": 100, "messages": [HI]}
 TOOLS: Any = [{"name": "get_weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]
 CALLING = Script(('Let me look.<tool_call>{"name": "get_weather", "argu', 'ments": {"city": "Paris"}}</tool_call>'))
 THINK = ReasoningFormat("<think>", "</think>", (5,))
 THINKING = Script(("<think>\nHm", ", so.\n</think>\n\nHello"), reasoning_tokens=4)
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def renderer() -> FakeRenderer:
-    return FakeRenderer()
 
 
 @pytest.fixture
@@ -48,64 +36,6 @@ def address(engine: FakeEngine, renderer: FakeRenderer) -> Iterator[str]:
 def client(address: str) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=address, api_key="secret", max_retries=0) as client:
         yield client
-
-
-def test_a_whole_answer(client: anthropic.Anthropic, engine: FakeEngine) -> None:
-    engine.script = Script(hit_tokens=3)
-    message = client.messages.create(**ASK)
-    assert [block.to_dict() for block in message.content] == [
-        {"type": "text", "text": "Hello there.", "citations": None}
-    ]
-    assert (message.stop_reason, message.role) == ("end_turn", "assistant")
-    usage = message.usage
-    assert (usage.cache_read_input_tokens, usage.input_tokens, usage.output_tokens) == (3, 5, 3)
-    assert message.diagnostics is not None and message.diagnostics.cache_miss_reason is None
-    assert message.to_dict()["diagnostics"]["cache"]["hit_tokens"] == 3
-    assert message._request_id is not None and message._request_id.startswith("req_")
-    assert message.id == engine.requests[0].request_id
-
-
-def test_a_streamed_answer(client: anthropic.Anthropic, engine: FakeEngine) -> None:
-    engine.script = Script(hit_tokens=3)
-    events = list(client.messages.create(**ASK, stream=True))
-    assert [event.type for event in events] == [
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_delta",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-    ]
-
-
-def test_the_clients_own_helper_collects_a_stream(client: anthropic.Anthropic, engine: FakeEngine) -> None:
-    engine.script = Script(hit_tokens=3)
-    with client.messages.stream(**ASK) as stream:
-        assert "".join(stream.text_stream) == "Hello there."
-        message = stream.get_final_message()
-    assert (message.stop_reason, message.usage.output_tokens) == ("end_turn", 3)
-    assert message.usage.cache_read_input_tokens == 3
-    whole = client.messages.create(**ASK)
-    assert message.to_dict(exclude_unset=True).keys() - {"parsed_output"} == whole.to_dict().keys()
-
-
-def test_the_asynchronous_client(address: str, engine: FakeEngine) -> None:
-    engine.script = Script(step_seconds=0.005)
-
-    async def converse() -> list[str]:
-        async with anthropic.AsyncAnthropic(base_url=address, api_key="secret", max_retries=0) as client:
-            return list(await asyncio.gather(*(ask(client, stream=n % 2 == 0) for n in range(8))))
-
-    async def ask(client: anthropic.AsyncAnthropic, stream: bool) -> str:
-        if stream:
-            async with client.messages.stream(**ASK) as answer:
-                return await answer.get_final_text()
-        message = await client.messages.create(**ASK)
-        return "".join(block.text for block in message.content if block.type == "text")
-
-    assert asyncio.run(converse()) == ["Hello there."] * 8
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -180,59 +110,6 @@ def test_a_schema_that_the_model_cannot_be_bound_to_is_told(client: anthropic.An
         client.messages.parse(**ASK, output_format=Answer)
 
 
-def test_the_beta_client(client: anthropic.Anthropic, engine: FakeEngine) -> None:
-    message = client.beta.messages.create(
-        **ASK,
-        betas=["context-management-2025-06-27"],
-        context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
-    )
-    assert message.context_management is not None and message.context_management.applied_edits == []
-
-
-def test_tokens_are_counted(client: anthropic.Anthropic, engine: FakeEngine) -> None:
-    counted = client.messages.count_tokens(model="tiny", messages=[HI], system="Be terse.", tools=TOOLS)
-    assert counted.input_tokens == len("<system>Be terse.<user>Hi")
-    assert engine.requests == []
-
-
-def test_the_models_are_listed(client: anthropic.Anthropic) -> None:
-    [model] = list(client.models.list(limit=5))
-    assert (model.id, model.max_input_tokens) == ("tiny", 199)
-    assert client.models.retrieve("tiny") == model
-    with pytest.raises(anthropic.NotFoundError):
-        client.models.retrieve("other")
-
-
-def test_errors_become_the_clients_own(client: anthropic.Anthropic, engine: FakeEngine, address: str) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="there is no model 'other'"):
-        client.messages.create(**{**ASK, "model": "other"})
-    with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
-        client.messages.create(**ASK, extra_body={"mcp_servers": [{"url": "http://example.com"}]})
-    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
-        client.messages.create(**{**ASK, "messages": [{"role": "user", "content": "x" * 300}]})
-    with pytest.raises(anthropic.AuthenticationError):
-        anthropic.Anthropic(base_url=address, api_key="guess", max_retries=0).models.list()
-    with pytest.raises(anthropic.NotFoundError, match="another of Anthropic's APIs"):
-        client.messages.batches.list()
-    with pytest.raises(anthropic.APIStatusError) as large:
-        client.messages.create(**{**ASK, "messages": [{"role": "user", "content": "x" * 200_000}]})
-    assert large.value.status_code == 413
-    engine.max_waiting = 0
-    with pytest.raises(anthropic.RateLimitError) as full:
-        client.messages.create(**ASK)
-    assert full.value.response.headers["retry-after"] == "7"
-    assert full.value.request_id is not None
-    engine.is_running = False
-    with pytest.raises(anthropic.InternalServerError) as down:
-        client.messages.create(**ASK)
-    assert down.value.status_code == 503
-
-
-def test_a_bearer_token_is_taken(address: str) -> None:
-    client = anthropic.Anthropic(base_url=address, api_key=None, auth_token="secret", max_retries=0)
-    assert client.messages.create(**ASK).stop_reason == "end_turn"
-
-
 @pytest.mark.parametrize("helper", [False, True])
 def test_an_error_in_mid_stream_is_raised_by_the_client(
     client: anthropic.Anthropic, engine: FakeEngine, helper: bool
@@ -260,11 +137,6 @@ def test_a_stream_that_waits_is_kept_open_by_comments_then_by_pings(address: str
     assert not any(line.startswith(":") for line in lines[start:])
     data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
     assert data[-1] == {"type": "message_stop"}
-
-
-def test_the_client_does_not_see_them(client: anthropic.Anthropic, engine: FakeEngine) -> None:
-    engine.script = Script(queue_seconds=0.2, prefill_seconds=0.2)
-    assert answer_of(client, stream=True, **ASK).content[0].text == "Hello there."
 
 
 def test_each_part_of_a_long_prompt_is_told_by_a_ping(client: anthropic.Anthropic, engine: FakeEngine) -> None:

@@ -14,7 +14,7 @@ from models.names import DEMO
 from models.output.call_formats import HERMES
 from models.prompt import tokenize
 from server.api.anthropic import api as messages_module
-from server.api.anthropic.tool_search import BM25, MAX_FOUND, MAX_SECONDS, REGEX, SearchFailed, find_tools
+from server.api.anthropic.tool_search import BM25, MAX_SECONDS, REGEX, SearchFailed, find_tools
 from server.app.config import ServerConfig
 from tests.server.api.anthropic.test_messages import COUNT, HI, Served
 from tests.server.api.test_live import serving
@@ -255,11 +255,6 @@ def test_a_search_finds_names_descriptions_and_arguments(search: str, query: str
     assert found or not find_tools(search, {"query": query}, FUNCTIONS)
 
 
-def test_a_search_finds_a_few() -> None:
-    many = [{"function": {"name": f"tool_{number}"}} for number in range(20)]
-    assert len(find_tools(REGEX, {"query": "tool"}, many)) == MAX_FOUND
-
-
 @pytest.mark.parametrize(
     ("query", "code"),
     [
@@ -314,11 +309,8 @@ def answers() -> Iterator[Any]:
 
     def ask(*scripts: Script, tools: list[Any], **fields: Any) -> tuple[Any, Any, TakingTurns, FakeRenderer]:
         engine, renderer = TakingTurns(*scripts), FakeRenderer()
-        server = running(
-            create_app(
-                engine, fake_model(context_tokens=100_000, renderer=renderer, call_format=HERMES), ServerConfig()
-            )
-        )
+        model = fake_model(context_tokens=100_000, renderer=renderer, call_format=HERMES)
+        server = running(create_app(engine, model, ServerConfig()))
         stack.append(server)
         client = anthropic.Anthropic(base_url=server.__enter__(), api_key="none", max_retries=0)
         asked = {"model": "tiny", "max_tokens": 100, "messages": [HI], "tools": tools, **fields}
@@ -337,12 +329,8 @@ CALL_WEATHER = Script(('<tool_call>{"name": "get_weather", "arguments": {"city":
 
 def test_a_search_runs_here_and_the_answer_goes_on(answers: Any) -> None:
     message, kinds, engine, renderer = answers(searching(REGEX, "weather"), CALL_WEATHER, tools=[REGEX_TOOL, *MANY])
-    assert [block.type for block in message.content] == [
-        "text",
-        "server_tool_use",
-        "tool_search_tool_result",
-        "tool_use",
-    ]
+    kinds_of_blocks = [block.type for block in message.content]
+    assert kinds_of_blocks == ["text", "server_tool_use", "tool_search_tool_result", "tool_use"]
     search, result, call = message.content[1:]
     assert (search.name, search.input) == (REGEX, {"query": "weather"}) and search.id.startswith("srvtoolu_")
     assert result.tool_use_id == search.id
@@ -376,12 +364,8 @@ def test_calls_of_the_client_end_the_answer_with_the_search_run(answers: Any) ->
     message, _, engine, _ = answers(
         both, tools=[{"type": "tool_search_tool_bm25", "name": "tool_search_tool_bm25"}, tool("Read"), *MANY]
     )
-    assert [block.type for block in message.content] == [
-        "text",
-        "server_tool_use",
-        "tool_use",
-        "tool_search_tool_result",
-    ]
+    kinds_of_blocks = [block.type for block in message.content]
+    assert kinds_of_blocks == ["text", "server_tool_use", "tool_use", "tool_search_tool_result"]
     assert message.stop_reason == "tool_use" and len([one for one in engine.requests if not one.is_idle_work]) == 1
 
 
@@ -417,23 +401,22 @@ def test_an_answer_that_only_searches_is_paused(answers: Any) -> None:
     assert len([one for one in engine.requests if not one.is_idle_work]) == 8
 
 
-def test_a_whole_answer_holds_all_parts() -> None:
-    engine = TakingTurns(searching(REGEX, "weather"), CALL_WEATHER)
-    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), call_format=HERMES)
-    client = TestClient(create_app(engine, served, ServerConfig()))
+def asked_whole(engine: FakeEngine) -> tuple[TestClient, dict[str, Any]]:
+    """The answer of a search, which is not streamed, and the client that got it."""
+    app = create_app(engine, fake_model(context_tokens=100_000, call_format=HERMES), ServerConfig())
+    engine.pool = app.state.api.pool  # type: ignore[attr-defined]
+    client = TestClient(app)
     body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
-    answer = client.post("/v1/messages", json=body).json()
-    kinds = [block["type"] for block in answer["content"]]
-    assert kinds == ["text", "server_tool_use", "tool_search_tool_result", "tool_use"]
-    assert (answer["usage"]["output_tokens"], answer["stop_reason"]) == (3, "tool_use")
+    answer = client.post("/v1/messages", json=body, headers={"x-session-id": "s"})
+    assert answer.status_code == 200, answer.text
+    return client, answer.json()
 
 
 def test_each_part_is_a_turn_that_goes_on_from_the_part_before() -> None:
-    engine = TakingTurns(searching(REGEX, "weather"), CALL_WEATHER)
-    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), call_format=HERMES)
-    client = TestClient(create_app(engine, served, ServerConfig()))
-    body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
-    answer = client.post("/v1/messages", json=body, headers={"x-session-id": "s"}).json()
+    client, answer = asked_whole(TakingTurns(searching(REGEX, "weather"), CALL_WEATHER))
+    kinds = [block["type"] for block in answer["content"]]
+    assert kinds == ["text", "server_tool_use", "tool_search_tool_result", "tool_use"]
+    assert (answer["usage"]["output_tokens"], answer["stop_reason"]) == (3, "tool_use")
     turns = [(turn["id"], turn["previous"]) for turn in client.get("/v1/sessions/s").json()["turns"]]
     assert turns == [(answer["id"], None), (f"{answer['id']}-2", answer["id"])]
 
@@ -444,28 +427,21 @@ def test_an_answer_ends_with_what_it_has_where_the_queue_is_full() -> None:
             self.max_waiting = 0 if self.requests else None
             return super().submit(request)
 
-    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), call_format=HERMES)
-    app = create_app(Full(searching(REGEX, "weather")), served, ServerConfig())
-    body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
-    answer = TestClient(app).post("/v1/messages", json=body)
-    assert answer.status_code == 200, answer.text
-    kinds = [block["type"] for block in answer.json()["content"]]
-    assert (kinds[-1], answer.json()["stop_reason"]) == ("tool_search_tool_result", "pause_turn")
+    _, answer = asked_whole(Full(searching(REGEX, "weather")))
+    assert (answer["content"][-1]["type"], answer["stop_reason"]) == ("tool_search_tool_result", "pause_turn")
 
 
 def test_an_answer_goes_on_although_another_model_waits_for_the_memory_of_its_own() -> None:
     class Wanted(TakingTurns):
+        pool: Any = None
+
         def submit(self, request: Any) -> Any:
-            for member in app.state.api.pool.members:
+            for member in self.pool.members:
                 member.is_leaving = True
             return super().submit(request)
 
-    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), call_format=HERMES)
-    app = create_app(Wanted(searching(REGEX, "weather"), CALL_WEATHER), served, ServerConfig())
-    body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
-    answer = TestClient(app).post("/v1/messages", json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["stop_reason"] == "tool_use"
+    _, answer = asked_whole(Wanted(searching(REGEX, "weather"), CALL_WEATHER))
+    assert answer["stop_reason"] == "tool_use"
 
 
 # ----------------------------------------------------------------------------------- a real model and the package

@@ -1,7 +1,6 @@
 """`/v1/messages` and `/v1/messages/count_tokens` over a fake engine: what goes to the model and what comes back."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +8,11 @@ from starlette.testclient import TestClient
 
 from models.output.call_formats import HERMES
 from models.output.pieces import ReasoningFormat
-from models.texts import enclose
-from server.api.anthropic.content import sign
 from server.api.anthropic.conversation import MAX_CACHE_POINTS, MessagesBody, read_conversation, read_params
 from server.api.binding import answer_grammar
 from server.app.config import ServerConfig
 from server.diagnosis.causes import Cause, Miss, MissReason
-from server.engine.request import FinishReason, OutOfMemory
+from server.engine.request import FinishReason
 from tests.server.api.test_live import until
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
@@ -103,125 +100,17 @@ def usage_of(*counts: int) -> dict[str, Any]:
     return {**counted, "cache_creation": created, "output_tokens_details": None, "inference_geo": None, **told}
 
 
-def test_an_answer_is_a_message() -> None:
-    served = Served(Script(("Hel", "lo"), hit_tokens=3))
-    body = served.ask()
-    assert body.pop("id").startswith("msg_")
-    diagnostics = body.pop("diagnostics")
-    assert body == {
-        "type": "message",
-        "role": "assistant",
-        "model": "tiny",
-        "content": [{"type": "text", "text": "Hello", "citations": None}],
-        "stop_reason": "end_turn",
-        "stop_sequence": None,
-        "stop_details": None,
-        "container": None,
-        "usage": usage_of(5, 0, 3, 2),
-    }
-    assert diagnostics["cache"]["hit_tokens"] == diagnostics["timings"]["cache_n"] == 3
-
-
-def test_a_stream_tells_at_its_start_what_was_restored() -> None:
-    events = Served(Script(("Hel", "lo"), hit_tokens=3)).stream()
-    assert [event["type"] for event in events] == [
-        "message_start",
-        "ping",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-    ]
-    start, end = events[0]["message"], events[-2]
-    assert (start["content"], start["stop_reason"]) == ([], None)
-    assert (start["usage"]["cache_read_input_tokens"], start["usage"]["input_tokens"]) == (3, 5)
-    assert start["diagnostics"]["cache"]["hit_tokens"] == 3 and "timings" not in start["diagnostics"]
-    assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-    assert end["usage"] == {**start["usage"], "output_tokens": 2}
-    assert end["diagnostics"]["timings"]["cache_n"] == 3
-
-
 def test_an_answer_of_nothing_has_no_blocks() -> None:
     assert Served(Script(())).ask()["content"] == []
     types = [event["type"] for event in Served(Script(())).stream()]
     assert types == ["message_start", "ping", "message_delta", "message_stop"]
 
 
-@pytest.mark.parametrize(
-    ("script", "fields", "reason", "sequence"),
-    [
-        (Script(), {}, "end_turn", None),
-        (Script(stop_text="END"), {"stop_sequences": ["END"]}, "stop_sequence", "END"),
-        (Script(("a", "b"), FinishReason.LENGTH), {"max_tokens": 2}, "max_tokens", None),
-        (Script(("a", "b"), FinishReason.LENGTH), {"max_tokens": 32000}, "model_context_window_exceeded", None),
-        (CALLING, {"tools": [TOOL]}, "tool_use", None),
-        (CALLING, {}, "end_turn", None),
-    ],
-)
-def test_why_an_answer_ended(script: Script, fields: dict[str, Any], reason: str, sequence: str | None) -> None:
-    body = Served(script).ask(**fields)
-    assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
-    delta = Served(script).stream(**fields)[-2]["delta"]
-    assert delta == {"stop_reason": reason, "stop_sequence": sequence}
-
-
-def test_a_call_is_a_block_with_its_input() -> None:
-    body = Served(CALLING).ask(tools=[TOOL])
-    text, call = body["content"]
-    assert text == {"type": "text", "text": "Let me look.", "citations": None}
-    assert call.pop("id").startswith("toolu_")
-    assert call == {
-        "type": "tool_use",
-        "name": "get_weather",
-        "input": {"city": "Zürich"},
-        "caller": {"type": "direct"},
-    }
-
-
-def test_the_input_of_a_call_is_streamed_as_it_comes() -> None:
-    events = [event for event in Served(CALLING).stream(tools=[TOOL]) if event.get("index") == 1]
-    assert events[0]["content_block"]["input"] == {}
-    parts = [event["delta"]["partial_json"] for event in events[1:-1]]
-    assert len(parts) > 1
-    assert json.loads("".join(parts)) == {"city": "Zürich"}
-
-
-def test_a_call_that_is_cut_off_is_text() -> None:
-    script = replace(CALLING, texts=CALLING.texts[:2], reason=FinishReason.LENGTH)
-    whole = Served(script).ask(tools=[TOOL], max_tokens=2)
-    [text] = whole["content"]
-    assert (text["type"], text["text"]) == ("text", "Let me look.\n" + "".join(script.texts)[13:])
-    events = Served(script).stream(tools=[TOOL], max_tokens=2)
-    said = "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
-    assert said == whole["content"][0]["text"]
-    assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "max_tokens"
-
-
-def test_a_thought_is_a_signed_block_and_counted() -> None:
-    script = Script(("<think>\nHm", ", so.\n</think>\n\nHello"), reasoning_tokens=4)
-    body = Served(script, reasoning_format=THINK).ask()
-    assert body["content"] == [
-        {"type": "thinking", "thinking": "Hm, so.", "signature": sign("Hm, so.")},
-        {"type": "text", "text": "Hello", "citations": None},
-    ]
-    assert body["usage"]["output_tokens_details"] == {"thinking_tokens": 4}
-    events = Served(script, reasoning_format=THINK).stream()
-    assert [event["delta"]["type"] for event in events if event["type"] == "content_block_delta"] == [
-        "thinking_delta",
-        "thinking_delta",
-        "signature_delta",
-        "text_delta",
-    ]
-
-
-def test_a_thought_may_be_left_out_of_the_answer_and_still_comes_back() -> None:
-    served = Served(Script(("<think>Hm</think>Hello",)), reasoning_format=THINK)
-    answer = served.ask(thinking={"type": "adaptive", "display": "omitted"})["content"]
-    assert answer[0] == {"type": "thinking", "thinking": "", "signature": enclose("Hm")}
-    served.ask(messages=[HI, {"role": "assistant", "content": answer}, HI])
-    assert served.messages[1]["reasoning_content"] == "Hm"
+def test_an_answer_that_fills_the_context_says_so() -> None:
+    for fields in ({"max_tokens": 2}, {"max_tokens": 32000}):
+        reason = "max_tokens" if fields["max_tokens"] == 2 else "model_context_window_exceeded"
+        served = Served(Script(("a", "b"), FinishReason.LENGTH))
+        assert served.ask(**fields)["stop_reason"] == served.stream(**fields)[-2]["delta"]["stop_reason"] == reason
 
 
 def test_a_turn_is_evaluated_ahead_as_it_comes_back() -> None:
@@ -235,14 +124,9 @@ def test_a_turn_is_evaluated_ahead_as_it_comes_back() -> None:
     assert served.messages[1] == ahead[1]
 
 
-def test_what_was_lost_is_said_in_anthropics_words_and_in_ours() -> None:
-    miss = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17", 12, cause=Cause.CLOCK)
-    diagnostics = Served(Script(miss=miss)).ask()["diagnostics"]
-    assert diagnostics["cache_miss_reason"] == {"type": "system_changed", "cache_missed_input_tokens": 12}
-    assert diagnostics["cache"]["miss"]["after"] == "It is 09:17"
-    evicted = replace(miss, reason=MissReason.EVICTED)
-    diagnostics = Served(Script(miss=evicted)).ask()["diagnostics"]
-    assert diagnostics["cache_miss_reason"] == {"type": "unavailable"}
+def test_state_that_went_is_said_in_anthropics_words() -> None:
+    miss = Miss(MissReason.EVICTED, 0, "system", 17, "It is 09:16", "It is 09:17", 12, cause=Cause.CLOCK)
+    assert Served(Script(miss=miss)).ask()["diagnostics"]["cache_miss_reason"] == {"type": "unavailable"}
 
 
 def test_no_edits_are_said_to_be_applied() -> None:
@@ -251,14 +135,6 @@ def test_no_edits_are_said_to_be_applied() -> None:
     events = Served().stream(context_management=edits)
     assert events[0]["message"]["context_management"] == events[-2]["context_management"] == {"applied_edits": []}
     assert "context_management" not in Served().ask()
-
-
-def test_an_error_in_mid_stream_is_an_event() -> None:
-    events = Served(Script(error=OutOfMemory("too long"))).stream()
-    details = {"error_code": "out_of_memory"}
-    error = {"type": "overloaded_error", "message": "too long", "details": details}
-    assert events[-1] == {"type": "error", "error": error}
-    assert "message_stop" not in [event["type"] for event in events]
 
 
 # ----------------------------------------------------------------------------------------------------- messages
@@ -333,25 +209,6 @@ def test_thoughts_of_the_history_are_handed_to_the_template() -> None:
     assert answer == {"role": "assistant", "content": [{"text": "Hello"}], "reasoning_content": "Hm"}
 
 
-def test_marks_on_calls_and_results_are_restore_points_behind_their_message() -> None:
-    call = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}, **EPHEMERAL}
-    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "one", **EPHEMERAL}
-    messages = shown(HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]})
-    assert [message.get("cache_control") is not None for message in messages] == [False, True, True]
-
-
-def test_a_changing_header_of_claude_code_becomes_constant() -> None:
-    def system(build: str, cch: str) -> Any:
-        header = f"x-anthropic-billing-header: cc_version=2.1.15.{build}; cc_entrypoint=cli; cch={cch};"
-        blocks = [{"type": "text", "text": header}, {"type": "text", "text": "You are Claude Code.", **EPHEMERAL}]
-        return shown(HI, system=blocks)[0]["content"]
-
-    assert system("7b4", "eb6c6") == system("a01", "00af1")
-    served = Served(prompt_hygiene=False)
-    served.ask(system="x-anthropic-billing-header: cch=abc12;")
-    assert "abc12" in served.messages[0]["content"][0]["text"]
-
-
 def test_tools_have_the_form_that_templates_read() -> None:
     served = Served()
     served.ask(tools=[{**TOOL, "type": "custom", "strict": True, **EPHEMERAL}, {"name": "g", "input_schema": {}}])
@@ -389,29 +246,6 @@ def test_the_fields_reach_the_engine() -> None:
     assert (request.max_tokens, request.stop, request.session_id) == (7, ("END", "\n\n"), "s-1")
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.9, 40)
     assert request.request_id.startswith("msg_")
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"top_k": 0}, (1.0, 0)),
-        ({"top_k": 10**6}, (1.0, 0)),
-        ({"top_p": 0}, (1.0, 1)),
-        ({"top_p": 1}, (1.0, 0)),
-    ],
-)
-def test_limits_of_sampling(fields: dict[str, Any], expected: tuple[float, int]) -> None:
-    served = Served()
-    served.ask(**fields)
-    sampling = served.engine.requests[0].sampling
-    assert (sampling.top_p, sampling.top_k) == expected
-
-
-def test_more_tokens_than_the_context_leaves_are_cut() -> None:
-    served = Served()
-    served.ask(max_tokens=32000)
-    [request] = served.engine.requests
-    assert request.max_tokens == 200 - len(request.tokens)
 
 
 def test_no_tokens_only_evaluate_the_prompt() -> None:
@@ -469,13 +303,6 @@ def test_forced_calls_bind_the_answer(choice: dict[str, Any], may_call_again: bo
     ] == [*names]
 
 
-@pytest.mark.parametrize("choice", [None, {"type": "auto", "disable_parallel_tool_use": True}])
-def test_other_choices_bind_nothing(choice: dict[str, Any] | None) -> None:
-    served = Served(grammars=FakeCompiler())
-    served.ask(tools=[TOOL], tool_choice=choice)
-    assert served.engine.requests[0].grammar is None
-
-
 @pytest.mark.parametrize(
     ("choice", "is_single"),
     [
@@ -528,7 +355,6 @@ def answered(block: dict[str, Any]) -> dict[str, Any]:
     [
         ({"max_tokens": ...}, "max_tokens: Field required"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"messages": []}, "messages"),
         ({"messages": [HI, {"role": "assistant", "content": "The "}]}, "its text ends with white space"),
         ({"messages": [HI, {"role": "assistant", "content": ""}]}, "it holds no text"),
         (
@@ -544,11 +370,9 @@ def answered(block: dict[str, Any]) -> dict[str, Any]:
             "tool_choice has the answer begin with a call",
         ),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "no images"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-            "no model here takes a document",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text: Field required",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]}, "role user"),
         ({"messages": [HI, answered({"type": "tool_result", "tool_use_id": "a"}), HI]}, "role assistant"),
@@ -558,12 +382,8 @@ def answered(block: dict[str, Any]) -> dict[str, Any]:
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "there is no tool 'g'"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"temperature": 1.5}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
-        ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"thinking": {"type": "much"}}, "capability_rejected: thinking_type:much"),
-        ({"cache_control": {"type": "forever"}}, "cache_control.type"),
         ({"output_format": {"type": "json_object"}}, "output_format"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "prompt is too long: 306 tokens > 199 maximum"),
     ],
@@ -600,14 +420,9 @@ def test_the_models_are_listed_in_the_dialect_of_the_header() -> None:
     [model] = page.pop("data")
     assert page == {"has_more": False, "first_id": "tiny", "last_id": "tiny"}
     assert model == {
-        "type": "model",
-        "id": "tiny",
-        "display_name": "tiny",
-        "created_at": "2023-11-14T22:13:20Z",
-        "lifecycle": "active",
-        "max_input_tokens": 199,
-        "max_tokens": 199,
-    }
+        "type": "model", "id": "tiny", "display_name": "tiny", "created_at": "2023-11-14T22:13:20Z",
+        "lifecycle": "active", "max_input_tokens": 199, "max_tokens": 199,
+    }  # fmt: skip
     assert client.get("/v1/models/tiny", headers=version).json() == model
     assert client.get("/v1/models/other", headers=version).json()["error"]["type"] == "not_found_error"
     assert client.get("/v1/models").json()["object"] == "list"
@@ -630,21 +445,7 @@ def test_every_answer_has_a_request_id() -> None:
             assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
-def test_a_part_of_the_api_that_is_missing_says_so_in_its_shape() -> None:
-    answer = Served().client.post("/v1/messages/batches", json={}, headers={"anthropic-version": "2023-06-01"})
-    assert answer.status_code == 404
-    assert answer.json()["error"]["type"] == "not_found_error"
-    assert "another of Anthropic's APIs" in answer.json()["error"]["message"]
-
-
 def test_a_message_without_blocks_stays_in_its_place() -> None:
     served = Served()
     served.ask(messages=[HI, {"role": "assistant", "content": []}, HI])
     assert [one["role"] for one in served.messages] == ["user", "assistant", "user"]
-
-
-def test_only_requests_with_the_same_salt_share_state() -> None:
-    served = Served()
-    served.ask()
-    served.ask(cache_salt="x")
-    assert [request.namespace for request in served.engine.requests if "-" not in request.request_id] == ["", "/x"]

@@ -1,7 +1,7 @@
 """No field that a client of any dialect knows is ignored: it is honoured, refused in words, or changes nothing."""
 
 import json
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,8 @@ from server.api.ollama.generate import IN_GENERATE, OllamaChatBody, OllamaGenera
 from server.api.openai.chat import IN_CHAT, ChatBody
 from server.api.openai.generate import CompletionBody
 from server.api.responses.conversation import IN_INPUT, IN_RESPONSES, KNOWN, WITHOUT_EFFECT, InputBody, ResponsesBody
-from server.app.config import ServerConfig
-from tests.support.apps import create_app
 from tests.support.docs import Page, fields
-from tests.support.fake_engine import FakeEngine, fake_model
+from tests.support.fake_engine import FakeEngine
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 ASKING = [{"an": "object that no field takes"}]
@@ -83,13 +81,10 @@ of_every_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda en
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def client(engine: FakeEngine) -> TestClient:
-    return TestClient(create_app(engine, fake_model(), ServerConfig()))
+def client(client: TestClient) -> Iterator[TestClient]:
+    """One event loop for all requests: a loop for each would take most of the time."""
+    with client:
+        yield client
 
 
 def post(client: TestClient, endpoint: Endpoint, **fields: Any) -> Any:

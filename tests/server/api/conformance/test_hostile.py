@@ -1,7 +1,6 @@
 """Half characters, NULs, huge numbers, NaN and deep nesting anywhere in a body: no answer is a 5xx, all are JSON."""
 
 import copy
-import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -13,11 +12,7 @@ from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatRenderer
 from models.texts import enclose
-from server.api.generation import Options
-from server.api.llama_cpp.api import DetokenizeBody, TokenizeBody
-from server.api.ollama.generate import OllamaChatBody, OllamaGenerateBody, OllamaMessage
 from server.app.config import ServerConfig
-from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models
 from tests.support.apps import create_app
 from tests.support.fake_engine import FakeEngine, Script, fake_model
@@ -206,21 +201,31 @@ RESPONSE_PROMPT: dict[str, Any] = {
     "truncation": "disabled",
 }
 RESPONSE: dict[str, Any] = {
-    **RESPONSE_PROMPT,
-    "stream": False,
-    "max_output_tokens": 5,
-    "temperature": 0.5,
-    "top_p": 0.5,
-    "store": True,
-    "include": ["reasoning.encrypted_content"],
-    "metadata": {"a": "b"},
-    "prompt_cache_key": "k",
-    "service_tier": "auto",
-    "cache_salt": "salt",
-    "priority": "interactive",
-    "max_tool_calls": 1,
-}
+    **RESPONSE_PROMPT, "stream": False, "max_output_tokens": 5, "temperature": 0.5, "top_p": 0.5, "store": True,
+    "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}, "prompt_cache_key": "k",
+    "service_tier": "auto", "cache_salt": "salt", "priority": "interactive", "max_tool_calls": 1,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "num_predict": 5, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9, "seed": 7,
+    "repeat_penalty": 1.1, "repeat_last_n": 64, "presence_penalty": 0.5, "frequency_penalty": 0.5, "stop": ["x"],
+    "num_ctx": 64, "mirostat": 0,
+}  # fmt: skip
+OLLAMA: dict[str, Any] = {"model": "tiny", "stream": False, "keep_alive": "5m", "think": False, "options": OPTIONS}
+OLLAMA_CALLS = [{"function": {"name": "f", "arguments": {"a": [1, "b"]}}}]
+OLLAMA_MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be terse."},
+    {"role": "user", "content": "Hi", "images": []},
+    {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": OLLAMA_CALLS},
+    {"role": "tool", "tool_name": "f", "content": "5"},
+    {"role": "user", "content": "Well?"},
+]
 BODIES: dict[str, dict[str, Any]] = {
+    "/api/chat": {**OLLAMA, "messages": OLLAMA_MESSAGES, "tools": CONVERSATION["tools"]},
+    "/api/generate": {**OLLAMA, "prompt": "Hi", "system": "Be terse.", "context": [1, 2], "suffix": "", "images": []},
+    "/api/show": {"model": "tiny", "name": "tiny", "verbose": True},
+    "/tokenize": {"content": "Hi", "add_special": True, "parse_special": True, "with_pieces": True},
+    "/detokenize": {"tokens": [1, 2]},
+    "/completion": {"prompt": ["Hi", 2], "n_predict": 5, "return_tokens": True, "logit_bias": [[5, 1.5], [6, False]]},
     CHAT: CONVERSATION,
     TEXT: {**GENERATION, "prompt": "Hello", "echo": True},
     PRIME: CONVERSATION,
@@ -282,7 +287,8 @@ def assert_served(client: TestClient, path: str, *raws: str) -> None:
     for raw, answer in zip(raws, answers_to(client, path, raws), strict=True):
         shown = raw[:3000]
         assert answer.status_code < 500, (answer.text, shown)
-        payloads = [answer.text]
+        assert answer.status_code < 400 or answer.json()["error"], shown
+        payloads = answer.text.splitlines() if "ndjson" in answer.headers["content-type"] else [answer.text]
         if answer.headers["content-type"].startswith("text/event-stream"):
             payloads = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
             last = payloads.pop()
@@ -323,7 +329,7 @@ def test_no_arguments_of_an_earlier_call_fail_the_server(client: TestClient, tex
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_value_in_any_place_fails_the_server(client: TestClient, path: str, seed: int) -> None:
     rng = random.Random(seed)
     body = streamed(path) if path in ENDS and seed % 2 == 1 else BODIES[path]
@@ -345,82 +351,3 @@ def _at(body: Any, path: tuple[Any, ...]) -> Any:
     for step in path:
         body = body[step]
     return body
-
-
-# ---------------------------------------------------------------------- Ollama's and llama.cpp's fields, one by one
-
-
-NESTED: Any = [[[[[[{}]]]]]]
-VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.5, -0.5, 1e308, "", " ", "json", "x" * 3000,
-    "\u0000", [], [""], [0], [-1], [None], [{}], {}, {"": None}, {"role": "user"}, {"type": "object"}, NESTED,
-]  # fmt: skip
-MESSAGE = {"role": "user", "content": "Hi"}
-OTHER_MESSAGES: list[Any] = [
-    [{"role": "tool", "content": "x"}],
-    [MESSAGE, {"role": "tool", "tool_name": "f", "content": "x"}],
-    [MESSAGE, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
-    [MESSAGE, {"role": "assistant", "thinking": "x"}, MESSAGE],
-    [MESSAGE, MESSAGE, {"role": "system", "content": "x"}],
-    [{"role": "developer", "content": "x"}, MESSAGE],
-    [{"role": "nobody"}],
-    [{"role": "system"}],
-    [MESSAGE] * 300,
-]
-
-
-def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
-    for value in VALUES:
-        yield from (("/api/chat", {"messages": [MESSAGE], name: value}) for name in OllamaChatBody.model_fields)
-        yield from (("/api/generate", {"prompt": "Hi", name: value}) for name in OllamaGenerateBody.model_fields)
-        yield from (("/api/chat", {"messages": [{**MESSAGE, name: value}]}) for name in OllamaMessage.model_fields)
-        yield from (("/api/chat", {"messages": [MESSAGE], "options": {name: value}}) for name in Options.model_fields)
-        yield from (("/api/show", {name: value}) for name in ("model", "name", "verbose"))
-        yield from (("/tokenize", {"content": "Hi", name: value}) for name in TokenizeBody.model_fields)
-        yield from (("/detokenize", {name: value}) for name in DetokenizeBody.model_fields)
-        yield "/apply-template", {"messages": value}
-    yield from (("/api/chat", {"messages": messages}) for messages in OTHER_MESSAGES)
-
-
-def check(path: str, body: Any, answer: Any) -> None:
-    assert answer.status_code in (200, 400, 404), (path, str(body)[:300], answer.text[:300])
-    assert "internal error" not in answer.text
-    if answer.status_code != 200:
-        said = answer.json()["error"]
-        assert said and isinstance(said, str if path.startswith("/api/") else dict), answer.text
-
-
-def test_no_value_of_any_field_is_our_fault() -> None:
-    app = create_app(FakeEngine(), fake_model(), ServerConfig())
-    with TestClient(app, raise_server_exceptions=False) as client:
-        check_all(client)
-
-
-def check_all(client: TestClient) -> None:
-    """Sends a third of all bodies."""
-    for path, fields in itertools.islice(bodies(), 0, None, 3):
-        body = {"model": "tiny", "stream": False, **fields}
-        check(path, body, client.post(path, content=json.dumps(body), headers={"content-type": "application/json"}))
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tiny_models.write("llama", tmp_path_factory.mktemp("hostile") / "tiny")
-    with serving(folder) as server:
-        yield server
-
-
-def test_a_real_model_survives_them(live: Live) -> None:
-    some = itertools.islice(bodies(), 0, None, 13)
-    for path, fields in (*some, *(("/api/chat", {"messages": messages}) for messages in OTHER_MESSAGES)):
-        options = {"num_predict": 2, **options_of(fields)}
-        body = {"model": "tiny", "stream": False, **fields}
-        if path.startswith("/api/") and isinstance(options, dict):
-            body["options"] = options
-        check(path, body, live.post(path, **body))
-    assert live.http.get("/health").json()["status"] == "ok"
-
-
-def options_of(fields: dict[str, Any]) -> dict[str, Any]:
-    options = fields.get("options")
-    return options if isinstance(options, dict) else {}

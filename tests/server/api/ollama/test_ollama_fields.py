@@ -1,32 +1,20 @@
 """Every field and option of Ollama's is honoured, refused in words, or changes nothing; unknown ones are ignored."""
 
 import json
-import logging
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from server.api.generation import IGNORED_OPTIONS
-from server.api.ollama.generate import IN_BOTH, IN_GENERATE
 from server.app.config import ServerConfig
 from tests.support.apps import create_app
-from tests.support.docs import Page
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.fake_grammar import FakeCompiler
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
-TABLES = {CHAT: IN_BOTH, GENERATE: IN_GENERATE}
 HI = [{"role": "user", "content": "Hi"}]
 TEXT_ARGUMENTS = {"name": "f", "arguments": "{}"}
-ASKING = [{"an": "object that no field takes"}]
-"""A value that is neutral nowhere."""
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
 
 
 @pytest.fixture
@@ -37,21 +25,6 @@ def client(engine: FakeEngine) -> TestClient:
 def post(client: TestClient, path: str, **fields: Any) -> Any:
     prompt: dict[str, Any] = {"prompt": "Hi"} if path == GENERATE else {"messages": HI}
     return client.post(path, json={"model": "tiny", "stream": False, **prompt, **fields})
-
-
-@pytest.mark.parametrize("path", [CHAT, GENERATE])
-def test_what_has_no_effect_and_what_is_unknown_changes_nothing(
-    client: TestClient, engine: FakeEngine, path: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "server")
-    without = dict.fromkeys(Page("ollama.md").without_effect("Fields of both endpoints"), ASKING)
-    options = dict.fromkeys(IGNORED_OPTIONS, ASKING)
-    assert post(client, path).status_code == 200
-    assert post(client, path, **without, unheard_of=1, options={**options, "seeed": 3}).status_code == 200
-    plain, other = engine.requests
-    assert (plain.sampling, plain.max_tokens, plain.stop) == (other.sampling, other.max_tokens, other.stop)
-    assert plain.tokens.tolist() == other.tokens.tolist()
-    assert [record.getMessage() for record in caplog.records] == ["options without meaning here: ['seeed']"]
 
 
 @pytest.mark.parametrize(
@@ -96,20 +69,14 @@ def test_num_predict_limits_the_answer(
     [
         ({"model": None}, "model is required"),
         ({"model": ""}, "model is required"),
-        ({"model": 3}, "model:"),
         ({"stream": "yes"}, "stream:"),
         ({"format": "xml"}, "format: Input should be a JSON schema"),
         ({"think": "hard"}, "think: Input should be true, false"),
-        ({"think": 0}, "think: Input should be true, false"),
         ({"think": True}, "does not support thinking"),
-        ({"options": []}, "options:"),
         ({"options": {"temperature": "hot"}}, "options.temperature:"),
-        ({"options": {"temperature": 1e400}}, "options.temperature:"),
         ({"options": {"seed": 2**70}}, "options.seed:"),
         ({"options": {"stop": "x"}}, "options.stop:"),
         ({"options": {"stop": ["x"] * 17}}, "options.stop:"),
-        ({"options": {"repeat_penalty": 0}}, "options.repeat_penalty:"),
-        ({"options": {"repeat_last_n": -2}}, "options.repeat_last_n:"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
@@ -141,8 +108,6 @@ def test_what_is_wrong_is_said_in_one_text(client: TestClient, path: str, fields
         (GENERATE, {"raw": True, "system": "x"}, "raw mode does not support template, system, or context"),
         (GENERATE, {"raw": True, "context": [1]}, "raw mode does not support template, system, or context"),
         (GENERATE, {"context": [1, 1024]}, "context[1]"),
-        (GENERATE, {"context": [-1]}, "context[0]"),
-        (GENERATE, {"prompt": 3}, "prompt"),
     ],
 )
 def test_what_is_wrong_with_a_prompt_is_said(client: TestClient, path: str, fields: Any, word: str) -> None:

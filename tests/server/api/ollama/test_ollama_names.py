@@ -7,20 +7,13 @@ from typing import Any
 import httpx
 import ollama
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.store.manifest import Manifest
 from models.store.stored_model import WeightsPlace
-from server.api.app import create_pool_app
-from server.app.config import ServerConfig
-from server.app.service import ServiceOpener, open_service
-from server.pool.catalog import Catalog
-from server.pool.memory import PoolMemory
-from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
-from tests.support import tiny_models
-from tests.support.live_server import running
+from tests.server.api.test_stored_models import serving_names
 
 USER = {"role": "user", "content": "Tell me of the sea."}
 
@@ -37,20 +30,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    place = tmp_path_factory.mktemp("names")
-    folder = tiny_models.write("llama", place / "base")
-    config = ServerConfig(models=(str(folder),), cache_memory_bytes=1 << 28)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_DATA_HOME", str(place / "data"))
-        service = open_service(config)
-        service.engine.start()
-        opener = ServiceOpener(config, PoolMemory(1 << 40, 1 << 28), 1 << 39)
-        pool = ModelPool(Catalog([ModelSource("base", folder)]), [service.opened], opener)
-        try:
-            with running(create_pool_app(pool, config)) as address:
-                yield Served(address, Manifest(place / "data" / "mlx-serve"), folder, pool)
-        finally:
-            pool.stop()
+    with serving_names(tmp_path_factory.mktemp("names")) as (address, pool, manifest, folder):
+        yield Served(address, manifest, folder, pool)
 
 
 @pytest.fixture(autouse=True)
@@ -169,20 +150,9 @@ def test_a_manifest_of_a_newer_version_is_left_alone(served: Served) -> None:
 
 
 HOSTILE = [
-    "../x",
-    "/etc",
-    "~",
-    "a/b/c",
-    "C:\\",
-    "a\0b",
-    "ünï",
-    "x" * 10_240,
-    "..",
-    ".",
-    "a:b:c",
-    "org/name",
+    "../x", "/etc", "~", "a/b/c", "C:\\", "a\0b", "ünï", "x" * 10_240, "..", ".", "a:b:c", "org/name",
     "hf.co/org/name",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -204,6 +174,7 @@ def test_no_name_is_a_path_or_a_repository(served: Served, name: str) -> None:
     assert sorted(served.manifest.path.parent.rglob("*")) == before
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=60))
 def test_any_name_is_taken_or_refused(served: Served, name: str) -> None:
     answer = served.http.post("/api/copy", json={"source": "demo", "destination": name})

@@ -64,10 +64,12 @@ def ended(client: openai.OpenAI, name: str) -> Any:
 
 
 def test_a_response_is_made_while_nobody_listens(client: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.max_texts = 10
     response = begin(client)
     assert response.status in UNFINISHED and response.background is True and response.output_text == ""
     partial = wait_for(lambda: (one := client.responses.retrieve(response.id)).output_text and one)
     assert partial.status == "in_progress" and "".join(WORDS).startswith(partial.output_text)
+    engine.max_texts = None
     whole = ended(client, response.id)
     assert whole.status == "completed" and whole.output_text == "".join(WORDS) and whole.usage is not None
     items: list[Any] = client.responses.input_items.list(response.id).data
@@ -99,12 +101,6 @@ def test_a_stream_is_taken_up_where_it_was_left(client: openai.OpenAI, engine: F
         next(iter(client.responses.retrieve(name, stream=True, starting_after=len(seen) - 2))).to_dict()
         == seen[-1].to_dict()
     )
-
-
-def test_the_clients_own_helper_follows_a_response(client: openai.OpenAI) -> None:
-    name = begin(client).id
-    with client.responses.stream(response_id=name) as stream:
-        assert stream.get_final_response().output_text == "".join(WORDS)
 
 
 def test_several_follow_one_response(address: str) -> None:
@@ -266,7 +262,7 @@ def test_a_response_takes_so_long_and_no_longer(
     client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(create, "MAX_SECONDS", 1)
-    engine.script = ENDLESS
+    engine.script, engine.max_texts = Script(WORDS), 1
     response = ended(client, begin(client).id)
     assert response.status == "failed" and "may take 1 s" in response.error.message and response.output_text
     assert response.id in engine.cancelled
@@ -338,17 +334,20 @@ def test_what_a_killed_server_was_making_has_failed(tmp_path: Path) -> None:
             )
 
 
-def test_an_answer_that_was_cut_off_is_continued(client: openai.OpenAI, engine: FakeEngine) -> None:
-    engine.script = Script()
-    begun: Any = {"type": "message", "role": "assistant", "content": "He", "status": "incomplete"}
-    client.responses.create(model="tiny", input=[{"role": "user", "content": "Hi"}, begun])
-    assert "".join(map(chr, engine.requests[0].tokens)) == "<user>Hi<assistant>He"
-    begun["status"] = "completed"
-    client.responses.create(model="tiny", input=[{"role": "user", "content": "Hi"}, begun])
-    assert engine.requests[1].request_id != engine.requests[0].request_id
+SAMPLED: dict[str, Any] = {
+    "seed": 7, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.05, "typical_p": 0.9, "top_n_sigma": 2,
+    "xtc_probability": 0.3, "xtc_threshold": 0.2, "repetition_penalty": 1.1, "repeat_last_n": 64,
+    "presence_penalty": 0.5, "frequency_penalty": -0.5, "dry_multiplier": 0.8, "dry_base": 2, "stop": "The end",
+    "logit_bias": {"5": -3}, "bad_words": ["alas"], "stop_token_ids": [9], "allowed_token_ids": [5, 6, 9],
+}  # fmt: skip
 
 
-def test_a_seed_is_taken(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_answers_are_sampled_as_those_of_chat_completions(client: openai.OpenAI, engine: FakeEngine) -> None:
     engine.script = Script()
-    client.responses.create(model="tiny", input="Hi", extra_body={"seed": 7})
-    assert engine.requests[0].sampling.seed == 7
+    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], extra_body=SAMPLED)
+    client.responses.create(model="tiny", input="Hi", extra_body=SAMPLED)
+    chat, response = ((one.sampling, one.stop, one.stop_token_ids) for one in engine.requests)
+    assert response == chat and response[1] == ("The end",)
+    assert chat[0].top_k == 20 and chat[0].dry_multiplier == 0.8
+    with pytest.raises(openai.BadRequestError, match="min_p"):
+        client.responses.create(model="tiny", input="Hi", extra_body={"min_p": 2})

@@ -146,6 +146,7 @@ def test_a_conversation_gets_a_responses_items(make: Make) -> None:
         assert store.save("n", one, conversation) is (kept is not None)
         assert json.loads((store.find("n", name) or ("", b"{}"))[1])["conversation"] == kept
     assert [item["id"] for item in store.items("n", "c") or ()] == ["x", "in_a1", "msg_a1"]
+    assert store.count() == 3
     assert store.find_conversation("n", "c") == StoredConversation("c", 1, {"a": "b"})
     assert store.delete_conversation("n", "c") and store.items("n", "c") is None and store.find("n", "a1") is not None
     assert not store.add_items("n", "c", [{"id": "i"}]) and not store.delete_conversation("n", "c")
@@ -217,6 +218,107 @@ def test_whoever_is_over_its_share_goes_whatever_is_measured() -> None:
     held = [Held("old", "a", (10, 1)), Held("many", "b", (1, store_module.MAX_RESPONSES)), Held("new", "a", (80, 1))]
     assert choose_evictions(held, ["new"], (100, store_module.MAX_RESPONSES)) == ["many"]
     assert choose_evictions(held, ["many"], (200, store_module.MAX_RESPONSES)) is None
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+def picture(data: str, size: int = 9000) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": f"data:image/png;base64,{data * (size // len(data))}=="}
+
+
+def shows(name: str, *files: str, parent: str | None = None) -> StoredResponse:
+    one = response(name, parent)
+    return one._replace(input=[{**one.input[0], "content": [picture(data) for data in files]}])
+
+
+def blobs_of(store: ResponseStore) -> list[int]:
+    unused = "SELECT COUNT(*) FROM blobs WHERE blob NOT IN (SELECT blob FROM blob_uses)"
+    dangling = "SELECT COUNT(*) FROM blob_uses WHERE place NOT IN (SELECT place FROM items)"
+    with store._reading() as database:
+        assert database.execute(unused).fetchone() == database.execute(dangling).fetchone() == (0,)
+        return [size for (size,) in database.execute("SELECT LENGTH(data) FROM blobs ORDER BY blob")]
+
+
+def test_a_file_is_kept_once_and_goes_with_its_last_item(make: Make) -> None:
+    store = make()
+    store.put_conversation(
+        "n", StoredConversation("c", 1, {}), [{"id": "x", "content": [picture("B"), picture("B")]}]
+    )
+    for number in range(3):
+        store.save("n", shows(f"{number}", "A", "B", "A"), "c")
+    store.save("n", shows("0", "A", "B", "A"))
+    assert blobs_of(store) == [9002, 9002]
+    (link,) = store.chain("n", "1")
+    whole = [picture(data) for data in "ABA"]
+    assert link.items[0]["content"] == whole == (store.items("n", "c") or [])[3]["content"]
+    assert json.loads(store.find_item("n", "in_2", "response", "2") or b"0")["content"] == whole
+    (page,) = (store.page("n", "c", "conversation", PageWish(9, True)),)
+    assert page is not None and json.loads(page.rows[1][1])["content"] == whole
+    assert store.delete("n", "0") and store.delete("n", "1") and store.delete("n", "2")
+    assert store.delete_item("n", "in_0", "c") and len(blobs_of(store)) == 2
+    assert store.delete_item("n", "in_1", "c") and store.delete_item("n", "in_2", "c") and len(blobs_of(store)) == 1
+    assert store.delete_conversation("n", "c") and blobs_of(store) == []
+
+
+def test_no_key_reads_anothers_file(make: Make) -> None:
+    store = make()
+    store.save("n", shows("a", "A"))
+    forged = f"\0{store_module._digest(picture('A')['image_url'][22:].encode()).decode()}"
+    for namespace, one in (("m", response("b", text=forged)), ("m/salt", shows("c", "A"))):
+        store.save(namespace, one)
+        assert store.chain(namespace, one.id)[0].items[0] == one.input[0]
+    assert blobs_of(store) == [9002, 9002] and store.delete("n", "a") and len(blobs_of(store)) == 1
+    assert store.chain("m/salt", "c")[0].items[0] == shows("c", "A").input[0]
+
+
+def test_files_count_once_for_who_used_them_last(make: Make, limit: Callable[[int], None]) -> None:
+    limit(45_000)
+    store = make()
+    for name in "abcdef":
+        store.save("n", shows(name, "A", "B", "C"))
+    assert all(store.find("n", name) for name in "abcdef") and len(blobs_of(store)) == 3
+    store.save("n", shows("g", "D", "E"))
+    assert [name for name in "abcdefg" if store.find("n", name)] == ["g"], "f held what all others held too"
+    assert len(blobs_of(store)) == 2
+    with pytest.raises(ApiError, match="larger than this key's share"):
+        store.save("n", shows("h", *"FGHIJ"))
+    assert store.find("n", "g") and len(blobs_of(store)) == 2
+
+
+def test_a_damaged_file_is_told_and_mended_by_sending_it_again(make: Make) -> None:
+    store = make()
+    for name in "ab":
+        store.save("n", shows(name, "A"))
+    with store._change() as database:
+        database.execute("UPDATE blobs SET data = CAST(SUBSTR(data, 3) AS BLOB)")
+    for read in (
+        lambda: store.chain("n", "a"),
+        lambda: store.find_item("n", "in_a", "response", "a"),
+        lambda: store.page("n", "a", "response", PageWish(9, True)),
+    ):
+        with pytest.raises(ApiError, match="is damaged") as caught:
+            read()
+        assert caught.value.status == 404
+    assert store.find("n", "a")
+    store.save("n", shows("c", "A"))
+    assert store.chain("n", "a")[0].items[0] == shows("a", "A").input[0]
+
+
+def test_a_file_of_the_version_before_is_read_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, one = tmp_path / FILE_NAME, shows("a", "A")
+    with sqlite3.connect(path) as database:
+        database.executescript(f"{store_module._SCHEMA} PRAGMA user_version = 2;")
+        text, columns = json.dumps(one.input[0]).encode(), "thread, response, is_output, id, item"
+        database.execute("INSERT INTO threads (namespace, holder, kind, name) VALUES ('n', 'n', 'response', 'a')")
+        database.execute("INSERT INTO responses VALUES (1, 1, 'n', 'a', NULL, 'completed', ?, '{}')", (len(text),))
+        database.execute(f"INSERT INTO items ({columns}) VALUES (1, 1, 0, 'in_a', ?)", (text,))
+    for _ in range(2):
+        store = ResponseStore(path)
+        store.save("n", shows("b", "A", parent="a"))
+        assert [link.items[0]["content"] for link in store.chain("n", "b")] == [[picture("A")]] * 2
+        assert blobs_of(store) == [9002] and not caplog.text
+        store.close()
 
 
 # ------------------------------------------------------------------------------------------------------ planning
@@ -340,6 +442,7 @@ def test_a_server_that_is_killed_leaves_whole_responses(tmp_path: Path, seed: in
     counted = "SELECT thread, num_bytes, number FROM threads ORDER BY thread"
     held = """SELECT thread, TOTAL(num_bytes), COUNT(*) FROM responses GROUP BY thread"""
     assert database.execute(counted).fetchall() == database.execute(held).fetchall()
+    assert len(blobs_of(store)) <= 1
     store.save("n", response("z", text=text))
 
 
@@ -351,7 +454,7 @@ from server.api.responses.store import StoredResponse
 store, number = ResponseStore(Path(sys.argv[1])), int(sys.argv[2])
 while True:
     number += 1
-    item = {"id": f"in_{number}", "text": "x" * 200_000 * (number % 3)}
+    item = {"id": f"in_{number}", "text": "x" * 200_000 * (number % 3), "url": "data:;base64," + "A" * 50_000}
     store.save("n", StoredResponse(f"a{number}", {"output": []}, [item], None, f"a{number}"))
     store.delete("n", f"a{number}") if number % 5 == 4 else print(f"a{number}", flush=True)
 """

@@ -161,22 +161,6 @@ class Text(str):
         return Text(str.__add__(self, other))
 
 
-def test_items_become_messages_that_templates_know() -> None:
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
-    items: list[Any] = [
-        {"type": "message", "role": "developer", "content": "Be brief."},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Look."}]},
-        call,
-        {"type": "function_call_output", "call_id": "c", "output": "x"},
-    ]
-    called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    assert read_messages(items) == [
-        {"role": "system", "content": [{"text": "Be brief."}]},
-        {"role": "assistant", "content": [{"text": ""}], "reasoning_content": "Look.", "tool_calls": [called]},
-        {"role": "tool", "content": [{"text": "x"}], "tool_call_id": "c"},
-    ]
-
-
 def test_thoughts_in_a_row_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.api.responses.conversation.reasoning_of", lambda *texts: Text("x" * 100))
     (message,) = read_messages([{"type": "reasoning"}] * 500)

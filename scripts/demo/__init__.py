@@ -1,1 +1,0 @@
-"""What makes the built-in model: its world, its tokenizer, its training, its examination."""
