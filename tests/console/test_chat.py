@@ -145,13 +145,39 @@ def test_a_text_and_an_image_go_with_a_question(page: Page, engine: FakeEngine) 
 
 
 def test_a_model_that_sees_nothing_is_given_no_image(page: Page, engine: FakeEngine) -> None:
-    give(page, "paste", "shot.png", "image/png", PNG)
+    page.add_init_script(
+        """const ask = window.fetch, listed = new Promise((resolve) => (window.__list = resolve));
+        window.fetch = async (...given) => {
+            if (String(given[0]).includes("v1/models")) await listed;
+            return ask(...given);
+        };"""
+    )
+    page.reload()
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    give(page, "paste", "shot.png", "image/png", PNG)  # before the page knows what the model sees
+    page.evaluate("() => window.__list()")
     expect(page.locator("#toasts")).to_contain_text("This model sees no images.")
     expect(page.locator(".attached li")).to_have_count(0)
     give(page, "drop", "a.txt", "text/plain", b"violet")
     page.get_by_role("button", name="Remove a.txt").click()
     expect(page.locator(".attached li")).to_have_count(0)
     assert not engine.requests
+
+
+def test_files_given_while_others_are_read_are_all_kept(page: Page) -> None:
+    seeing(page)
+    page.evaluate(
+        """() => {
+            const asUrl = FileReader.prototype.readAsDataURL;
+            FileReader.prototype.readAsDataURL = function (file) { window.__readImage = () => asUrl.call(this, file); };
+        }"""
+    )
+    give(page, "paste", "shot.png", "image/png", PNG)
+    page.wait_for_function("() => window.__readImage !== undefined")
+    give(page, "drop", "notes.txt", "text/plain", b"The door is violet.")
+    expect(page.locator(".attached")).to_contain_text("notes.txt")
+    page.evaluate("() => window.__readImage()")
+    expect(page.locator(".attached li")).to_have_count(2)
 
 
 def test_all_chats_are_searched_and_some_are_pinned(page: Page) -> None:

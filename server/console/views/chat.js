@@ -51,6 +51,8 @@ function mount(root, app) {
   let store = null;
   let answers = null;
   let models = [];
+  /** Settled once the models have been listed, or cannot be. */
+  let listed = Promise.resolve();
   let chat = newConversation();
   /** What "New chat" has begun, until its address is shown: a message may have been sent by then. */
   let fresh = null;
@@ -105,7 +107,7 @@ function mount(root, app) {
 
   async function show([id, model] = []) {
     await opened;
-    loadModels();
+    listed = loadModels();
     const last = [...list.values()].sort((a, b) => b.updated - a.updated)[0];
     if (id === "new") {
       await showNew(model);
@@ -341,7 +343,10 @@ function mount(root, app) {
 
   async function attach(given) {
     try {
-      files = [...files, ...(await read(given, files.length, seesImages()))];
+      await opened;
+      await listed;
+      const more = await read(given, files.length, seesImages());
+      files = [...files, ...more];
       saveDraft();
     } catch (error) {
       app.toast(error.message);
