@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from models import names
+from models.store.stored_model import WeightsPlace
 from server.pool.memory import Pressure
 
 logger = logging.getLogger(__name__)
@@ -247,6 +249,12 @@ def running(folder: Path) -> list[Claim]:
             return _claims(folder)
     except OSError:
         return []
+
+
+def find_user(place: WeightsPlace) -> Claim | None:
+    """Another running server that uses a download, if any."""
+    others = [one for one in running(runtime_folder(os.environ)) if one.pid != os.getpid()]
+    return next((one for one in others if any(names.stands_for(used, place) for used in one.model.split(", "))), None)
 
 
 def _claims(folder: Path) -> list[Claim]:

@@ -1,7 +1,6 @@
 """`mlx-serve list`, `show`, `cp`, `tag`, `rm`, `create` and `verify`."""
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from models.store import library
 from models.store.stored_model import WITHOUT_EFFECT, ModelDefaults, Modelfile, StoredModel, WeightsPlace
 from models.texts import grouped, size_text
 from server.app.config import StartError
-from server.app.memory_budget import running, runtime_folder
+from server.app.memory_budget import find_user
 from server.cli.options import AnyModel, Force, Json, OwnName, plain_table, tell
 
 LIST_HEADINGS = ("NAME", "SIZE", "WEIGHTS", "ARCHITECTURE", "MODIFIED")
@@ -242,9 +241,8 @@ def _remove_name(stored: StoredModel, *, is_forced: bool, as_json: bool) -> None
 
 def _remove_weights(name: str, *, is_forced: bool, as_json: bool) -> None:
     place = names.place_of(name)
-    for claim in running(runtime_folder(os.environ)):
-        if any(names.stands_for(used, place) for used in claim.model.split(", ")):
-            raise StartError(f"{name} is in use by the server at {claim.url}; stop that, or unload the model, first")
+    if user := find_user(place):
+        raise StartError(f"{name} is in use by the server at {user.url}; stop that, or unload the model, first")
     removal = library.find_removal(place)
     size, freed_bytes = removal.expected_freed_size_str, removal.expected_freed_size
     _confirm(f"Delete {place}, {size}, from Hugging Face's cache? Other programs share it.", is_forced=is_forced)

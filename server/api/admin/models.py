@@ -17,7 +17,7 @@ from server.api.dialect import ApiContext, Endpoint, Operation, context_of
 from server.api.errors import ApiError, Code, stopped
 from server.api.guard import check_owner, read_owners_body
 from server.api.wire import JsonBody
-from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
+from server.app.memory_budget import comfortable_weights_bytes, find_user, largest_weights_bytes, this_machine
 from server.pool.names import ModelInUse, ModelSource
 
 
@@ -123,6 +123,8 @@ def _delete(context: ApiContext, name: str, source: ModelSource) -> None:
         raise ModelInUse(f"{source.name} is loaded; unload it first")
     if (draft := context.config.draft_model) is not None and names.stands_for(draft, place):
         raise ModelInUse(f"{source.name} drafts for others here (--speculate), and stays")
+    if user := find_user(place):
+        raise ModelInUse(f"{source.name} is in use by the server at {user.url}, and stays")
     library.delete(library.find_removal(place))
 
 

@@ -1,5 +1,6 @@
 """Names of our own over HTTP, on a real model: one set of weights, and the defaults of each name in every dialect."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from models.store.manifest import Manifest
 from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel, WeightsPlace
 from server.api.app import create_pool_app
 from server.app.config import ServerConfig
+from server.app.memory_budget import Claim, runtime_folder, take
 from server.app.service import ServiceOpener, open_service
 from server.pool.catalog import Catalog
 from server.pool.memory import PoolMemory
@@ -162,7 +164,8 @@ def test_a_name_is_removed_and_nothing_but_names_and_downloads(server: Server) -
     assert server.post("/v1/chat/completions", model="base", messages=[USER], max_tokens=1)
 
 
-def test_a_download_in_use_is_not_deleted(hub_cache: Path) -> None:
+def test_a_download_in_use_is_not_deleted(hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     write_download(hub_cache, "org/name")
     draft = write_download(hub_cache, "mlx-community/Qwen3-0.6B-4bit")
     opener, config = FakeOpener(), ServerConfig(speculate="draft=qwen3")
@@ -180,6 +183,10 @@ def test_a_download_in_use_is_not_deleted(hub_cache: Path) -> None:
         assert [one.json()["error"]["code"] for one in refused] == ["model_in_use"] * 3
         ask("POST", f"{url}/v1/models/unload", json={"model": "org/name"})
         shutil.rmtree(draft)  # by another program
+        other, _ = take(runtime_folder(os.environ), Claim(os.getppid(), "demo, org/name", 0, "http://127.0.0.1:1"))
+        in_use = ask("DELETE", f"{url}/v1/models/org/name")
+        assert in_use.status_code == 409 and "in use by the server at http://127.0.0.1:1" in in_use.text
+        other.close()
         assert ask("DELETE", f"{url}/v1/models/org/name").json()["deleted"]
 
 

@@ -224,7 +224,7 @@ def test_weights_that_a_name_or_a_server_needs_are_not_deleted(
     run(capsys, "rm", "mine", "--force")
     # The draft model may have gone meanwhile.
     used = _in_use(["demo", f"org/name@{COMMIT}"], ServerConfig(speculate="draft=qwen3"))
-    server, _ = take(runtime_folder(os.environ), Claim(os.getpid(), used, 0, "http://127.0.0.1:1"))
+    server, _ = take(runtime_folder(os.environ), Claim(os.getppid(), used, 0, "http://127.0.0.1:1"))
     assert "org/name is in use by the server at http://127.0.0.1:1" in run(capsys, "rm", "org/name", "--force")[2]
     short = pulled(hub_cache, "models--mlx-community--Qwen3-0.6B-4bit")
     assert "qwen3:0.6b is in use by the server" in run(capsys, "rm", "qwen3:0.6b", "--force")[2]
