@@ -16,7 +16,6 @@ from server.engine import sequence
 from server.engine.engine import Engine, EngineConfig
 from server.engine.messages import Generation
 from server.engine.request import (
-    Delta,
     EngineStopped,
     Event,
     Failed,
@@ -129,12 +128,12 @@ async def test_stats_answer_while_the_device_is_busy(served: Served) -> None:
 
 @awaited
 async def test_a_cancelled_request_ends_and_counts_no_longer(served: Served) -> None:
+    served.runner.gate.clear()
     generation = served.engine.submit(request(max_tokens=180))
-    reader = aiter(generation)
-    while not isinstance(await anext(reader), Delta):
-        pass
+    await served.runner.reaches_gate()
     generation.cancel()
-    events = [event async for event in reader]
+    served.runner.gate.set()
+    events = await collect(generation)
     while served.engine.stats().requests != RequestCounts():  # noqa: ASYNC110 - there is nothing to be told by
         await asyncio.sleep(0.005)
     last = events[-1]
