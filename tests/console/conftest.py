@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, BrowserContext
 
-from tests.support.browser import TIMEOUT_MS, browser
+from tests.support.browser import NOTING_TOASTS, TIMEOUT_MS, browser
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,7 @@ def _shared_context(chromium: Browser) -> BrowserContext:
     """A new context for each test would take half a second of each."""
     context = chromium.new_context(viewport={"width": 1200, "height": 800})
     context.set_default_timeout(TIMEOUT_MS)
+    context.add_init_script(NOTING_TOASTS)
     context.new_page()
     return context
 

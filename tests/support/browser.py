@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 TIMEOUT_MS = 120_000
 """Beside other tests on a slow machine an answer takes its time; what fails, fails for another reason."""
@@ -25,6 +25,20 @@ def _found() -> str | None:
 
 BROWSER = _found()
 """The program; None where there is none. `CHROMIUM` names another one."""
+
+
+NOTING_TOASTS = """addEventListener("DOMContentLoaded", () => {
+    const place = document.getElementById("toasts");
+    window.__said = [];
+    const note = ({ addedNodes }) => addedNodes.forEach((one) => window.__said.push(one.textContent));
+    if (place) new MutationObserver((changes) => changes.forEach(note)).observe(place, { childList: true });
+})"""
+"""A toast goes after some seconds, in which a slow machine may not look."""
+
+
+def expect_toast(page: Page, text: str) -> None:
+    """Waits until the page has said so since it was loaded, or has said it before; needs `NOTING_TOASTS`."""
+    page.wait_for_function("(text) => window.__said?.some((one) => one.includes(text))", arg=text)
 
 
 @contextmanager

@@ -113,6 +113,28 @@ export class Api {
   }
 }
 
+/** Which answers count: none to a question that was given up, and none that comes after one to a later question. */
+export class Questions {
+  constructor() {
+    this.last = 0;
+    this.oldest = 0;
+  }
+
+  /** Begins a question; returns what says, once its answer has come, whether that counts. */
+  begin() {
+    const own = (this.last += 1);
+    return () => {
+      if (own < this.oldest) return false;
+      this.oldest = own;
+      return true;
+    };
+  }
+
+  giveUp() {
+    this.oldest = this.last + 1;
+  }
+}
+
 async function errorOf(answer) {
   let error = {};
   try {

@@ -7,6 +7,8 @@ const BUSY_MS = 1000;
 const IDLE_MS = 4000;
 const TITLE_MS = 3000;
 const ANSWER_MS = 15000;
+/** In the order in which a request goes through them. */
+const PHASES = ["waiting", "prefill", "decode", "ended"];
 
 export class Live {
   constructor(api) {
@@ -44,7 +46,9 @@ export class Live {
           known.title ||= one.title;
           continue;
         }
-        const fields = { phase: one.ended ? "ended" : "waiting", started: one.queue_ms === undefined ? undefined : one.received + one.queue_ms / 1000, ...one };
+        // An event may have told more than this answer, which was on its way.
+        const phase = PHASES.findLast((name) => name === known?.phase || name === (one.ended ? "ended" : one.phase)) ?? "waiting";
+        const fields = { started: one.queue_ms === undefined ? undefined : one.received + one.queue_ms / 1000, ...one, phase };
         this.requests.set(one.id, Object.assign(known ?? {}, fields));
       }
       this.past = { requests: data, levels };
@@ -168,6 +172,7 @@ export class Live {
       try {
         const headers = this.lastId ? { "Last-Event-ID": this.lastId } : {};
         for await (const { data, id } of this.api.events("v1/events", { headers, signal: this.leaving.signal })) {
+          if (id && !this.lastId) this.catchUp();
           if (id) this.lastId = id;
           if (data) this.note(JSON.parse(data));
         }
@@ -178,13 +183,18 @@ export class Live {
     }
   }
 
+  /** Looks at what no event has told, since it was before the first one or there were too many. */
+  catchUp() {
+    this.changes += 1;
+    this.load();
+    this.poll();
+  }
+
   note(event) {
     const kind = event.type.split(".")[0];
     if (kind === "request") this.noteRequest(event);
-    else if (kind === "lost") {
-      this.load();
-      this.poll();
-    } else {
+    else if (kind === "lost") this.catchUp();
+    else {
       this.changes += 1;
       this.marks.push({ ...event, at: performance.now() });
       if (this.marks.length > 200) this.marks.shift();

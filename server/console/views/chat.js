@@ -7,7 +7,7 @@ import { whenLoaded } from "../chat/libraries.js";
 import { markdown } from "../chat/render.js";
 import { Store } from "../chat/store.js";
 import { Window } from "../chat/window.js";
-import { reasonOf } from "../lib/api.js";
+import { Questions, reasonOf } from "../lib/api.js";
 import { copy, h, openDialog, update } from "../lib/dom.js";
 import { count, counted, ms, rate, seconds, sessionLink } from "../lib/format.js";
 import { waitOf } from "../lib/names.js";
@@ -53,7 +53,13 @@ function mount(root, app) {
   let models = [];
   /** Settled once the models have been listed, or cannot be. */
   let listed = Promise.resolve();
+  const lists = new Questions();
   let chat = newConversation();
+  /** How often a chat was asked for: the last one is shown, however long another takes to read. */
+  let shows = 0;
+  /** Settled once the first chat is there: what is written or given before that is for it. */
+  const shown = Promise.withResolvers();
+  let isShown = false;
   /** What "New chat" has begun, until its address is shown: a message may have been sent by then. */
   let fresh = null;
   let editing = null;
@@ -65,6 +71,8 @@ function mount(root, app) {
   let full = false;
   /** Files of the message that is being written. */
   let files = [];
+  /** Settled once all files that were given are read. */
+  let reading = Promise.resolve();
   let presets = [];
   /** What is searched for in all chats, and the words found, by id. */
   let wanted = "";
@@ -85,7 +93,7 @@ function mount(root, app) {
   const picker = h("input", { type: "file", multiple: true, class: "sr", "aria-label": "Add files", onchange: (event) => attach([...event.target.files]).then(() => (picker.value = "")) });
   const attached = h("div", { class: "attached" });
   const strip = h("div", { class: "strip" });
-  const form = h("form", { class: "composer", onsubmit: (event) => (event.preventDefault(), say(input.value)) }, attached, input, h("menu", {}, send, end, h("label", { class: "button" }, "Files", picker)));
+  const form = h("form", { class: "composer", onsubmit: (event) => (event.preventDefault(), say()) }, attached, input, h("menu", {}, send, end, h("label", { class: "button" }, "Files", picker)));
   const talk = h("div", { class: "talk", ondragover: (event) => event.preventDefault(), ondrop: (event) => take(event, event.dataTransfer.files) }, options, strip, thread, spoken, form);
   const drawer = h("details", { class: "drawer", open: !matchMedia("(max-width: 760px)").matches }, h("summary", {}, "Chats"), side);
   root.append(drawer, talk);
@@ -106,23 +114,18 @@ function mount(root, app) {
   // ------------------------------------------------------------------------------------------------ conversations
 
   async function show([id, model] = []) {
+    const own = (shows += 1);
     await opened;
     listed = loadModels();
     const last = [...list.values()].sort((a, b) => b.updated - a.updated)[0];
     if (id === "new") {
       await showNew(model);
       fresh = null;
-    }
-    else if (id || (last && !hasBegun(chat))) {
-      const wanted = id || last.id;
-      if (wanted !== chat.id) clear();
-      const known = wanted === chat.id ? chat : await load(wanted);
-      if (known) chat = known;
-      else app.toast("That conversation is not in this browser.");
-      const draft = await store.draft(chat.id);
-      input.value ||= draft?.text ?? "";
-      if (!files.length) files = draft?.files ?? [];
-    }
+    } else if (id || (last && !hasBegun(chat))) await showKept(id || last.id, own);
+    if (own !== shows) return;
+    isShown = true;
+    shown.resolve();
+    chooseModel();
     editing = null;
     isFollowing = true;
     if (COARSE.matches) drawer.open = false;
@@ -130,6 +133,20 @@ function mount(root, app) {
     draw();
     thread.scrollTop = thread.scrollHeight;
     input.focus({ preventScroll: true });
+  }
+
+  /** Shows a conversation that the browser keeps, with what was being written; until it is read, the one before stays. */
+  async function showKept(id, own) {
+    const known = id === chat.id ? chat : await load(id);
+    const draft = await store.draft((known ?? chat).id);
+    if (own !== shows) return;
+    if (!known) app.toast("That conversation is not in this browser.");
+    else if (known !== chat) {
+      if (isShown) clear();
+      chat = known;
+    }
+    input.value ||= draft?.text ?? "";
+    if (!files.length) files = draft?.files ?? [];
   }
 
   /** Shows a conversation that has not begun, with what was written for it. */
@@ -205,14 +222,21 @@ function mount(root, app) {
   }
 
   async function loadModels() {
+    const counts = lists.begin();
     try {
-      models = (await app.api.get("v1/models")).data;
-      if (!chat.model) chat.model = models.find((one) => one.loaded)?.id ?? models[0]?.id ?? null;
-      drawOptions();
+      const { data } = await app.api.get("v1/models");
+      if (!counts()) return;
+      models = data;
+      chooseModel();
+      if (isShown) drawOptions();
     } catch (error) {
       // That nobody answers is said at the top of the page.
       if (!(error instanceof TypeError)) app.toast(reasonOf(error));
     }
+  }
+
+  function chooseModel() {
+    chat.model ||= models.find((one) => one.loaded)?.id ?? models[0]?.id ?? null;
   }
 
   /** Keeps a conversation, with what other tabs have added and with `change`; returns whether the browser took it. */
@@ -243,9 +267,10 @@ function mount(root, app) {
     if (!root.hidden) draw();
   }
 
-  function saveDraft() {
+  async function saveDraft() {
+    await shown.promise;
     const isNew = !hasBegun(chat);
-    store?.keepDraft(isNew ? "new" : chat.id, input.value, isNew && (input.value || files.length || chat.system) ? chat : null, files).catch(() => {
+    store.keepDraft(isNew ? "new" : chat.id, input.value, isNew && (input.value || files.length || chat.system) ? chat : null, files).catch(() => {
       full = true;
       drawSide();
     });
@@ -261,6 +286,7 @@ function mount(root, app) {
 
   function begin(model = chat.model) {
     editing = null;
+    shows += 1;
     if (hasBegun(chat)) {
       chat = newConversation(model);
       clear();
@@ -312,6 +338,7 @@ function mount(root, app) {
     if (!file) return;
     try {
       chat = imported(await file.text());
+      shows += 1;
       clear();
       await keep(chat);
       app.navigate(`#/chat/${chat.id}`);
@@ -341,11 +368,19 @@ function mount(root, app) {
     attach([...given]);
   }
 
-  async function attach(given) {
+  function attach(given) {
+    const added = addFiles(given);
+    reading = Promise.all([reading, added]);
+    return added;
+  }
+
+  async function addFiles(given) {
+    await shown.promise;
+    const conversation = chat;
     try {
-      await opened;
       await listed;
       const more = await read(given, files.length, seesImages());
+      if (chat !== conversation) throw new Error("The files were not added: another chat is shown now.");
       files = [...files, ...more];
       saveDraft();
     } catch (error) {
@@ -363,8 +398,13 @@ function mount(root, app) {
     }));
   }
 
-  async function say(text) {
-    if ((!text.trim() && !files.length) || !store) return;
+  /** Sends what is in the field, with its files once they are read. */
+  async function say() {
+    await shown.promise;
+    const conversation = chat;
+    await reading;
+    const text = input.value;
+    if (chat !== conversation || (!text.trim() && !files.length)) return;
     const isNew = !hasBegun(chat);
     const sent = files;
     if (sent.some((one) => one.kind === "image") && !seesImages()) return app.toast("This model sees no images. Choose one that does.");
@@ -397,7 +437,9 @@ function mount(root, app) {
     await keep(conversation);
     // Has the browser keep this though its disk runs full.
     navigator.storage?.persist?.().catch(() => {});
-    if (conversation === chat && location.hash.startsWith("#/chat")) history.replaceState(null, "", `#/chat/${chat.id}`);
+    const [, view, id] = location.hash.split("/");
+    // Who has asked for another chat meanwhile waits for that.
+    if (conversation === chat && view === "chat" && !list.has(id)) history.replaceState(null, "", `#/chat/${chat.id}`);
     answers.follow(conversation, node);
     draw();
   }
@@ -446,7 +488,7 @@ function mount(root, app) {
     // On a phone Enter is the only way to begin a line.
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !COARSE.matches) {
       event.preventDefault();
-      say(input.value);
+      say();
     } else if (event.key === "ArrowUp" && !input.value) {
       const last = path(chat).findLast((node) => node.role === "user");
       if (last) {
@@ -466,7 +508,7 @@ function mount(root, app) {
     if (event.key === "?" && !isWriting) help();
     else if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "k") {
       drawer.open = true;
-      side.querySelector("input[type=search]").focus();
+      side.querySelector("input[type=search]")?.focus();
     } else if (event.altKey && !event.ctrlKey && keys[event.code]) keys[event.code]();
     else return;
     event.preventDefault();
@@ -491,7 +533,9 @@ function mount(root, app) {
   }
 
   async function edit(node) {
-    editText = (await store.draft(node.id))?.text ?? node.content;
+    const draft = await store.draft(node.id);
+    if (!chat.nodes[node.id]) return;
+    editText = draft?.text ?? node.content;
     editing = node.id;
     draw();
     root.querySelector(".edit textarea")?.focus();
@@ -541,6 +585,7 @@ function mount(root, app) {
   }
 
   function draw() {
+    if (!isShown) return;
     drawSide();
     drawOptions();
     drawAttached();
@@ -647,7 +692,12 @@ function mount(root, app) {
       draw();
     };
     const change = async (name, preset) => {
-      await store.keepPreset(name, preset).catch(() => app.toast("The browser has no room left."));
+      try {
+        await store.keepPreset(name, preset);
+        if (preset) app.toast(`The preset ${name} is kept.`);
+      } catch {
+        app.toast("The browser has no room left.");
+      }
       presets = await store.presets();
       drawOptions();
     };
@@ -656,7 +706,6 @@ function mount(root, app) {
       const name = field.value.trim();
       if (!name) return field.focus();
       field.value = "";
-      app.toast(`The preset ${name} is kept.`);
       return change(name, { system: chat.system, settings: { ...chat.settings } });
     };
     return h("div", { class: "wide presets" },

@@ -1,6 +1,6 @@
 // What is installed, loaded and on its way, and what could be; pulling, loading, unloading, deleting.
 
-import { reasonOf } from "../lib/api.js";
+import { Questions, reasonOf } from "../lib/api.js";
 import { confirmed, h, update } from "../lib/dom.js";
 import { bytes, count, counted, percent } from "../lib/format.js";
 import { bar } from "./now.js";
@@ -19,6 +19,7 @@ function mount(root, app) {
   let text = "";
   const pulls = new Map();
   const busy = new Set();
+  const questions = new Questions();
   const draw = () => root.hidden || update(root, content());
 
   app.live.subscribe(() => {
@@ -30,15 +31,20 @@ function mount(root, app) {
   });
 
   async function refresh() {
+    const counts = questions.begin();
+    let found = null;
+    let problem = null;
     try {
-      models = (await app.api.get("v1/models")).data;
-      error = null;
-      library ??= await app.api.get("v1/library");
-      const tags = await app.api.get("api/tags");
-      sizes = new Map(tags.models.map((one) => [one.name.replace(/:latest$/, ""), one]));
-    } catch (problem) {
-      if (!models) error = reasonOf(problem);
+      found = await Promise.all([app.api.get("v1/models"), app.api.get("api/tags"), library ?? app.api.get("v1/library")]);
+    } catch (failure) {
+      problem = failure;
     }
+    if (!counts()) return;
+    if (found) {
+      const [listed, tags, all] = found;
+      [models, library, error] = [listed.data, all, null];
+      sizes = new Map(tags.models.map((one) => [one.name.replace(/:latest$/, ""), one]));
+    } else if (!models) error = reasonOf(problem);
     draw();
   }
 
@@ -51,8 +57,9 @@ function mount(root, app) {
     } catch (problem) {
       app.toast(reasonOf(problem));
     }
+    await refresh();
     busy.delete(id);
-    refresh();
+    draw();
   }
 
   async function remove(id, parent) {

@@ -1,6 +1,6 @@
 // Conversations, turn by turn: how much was kept, what the rest cost, and which words were to blame.
 
-import { reasonOf } from "../lib/api.js";
+import { Questions, reasonOf } from "../lib/api.js";
 import { h, update } from "../lib/dom.js";
 import { ago, count, counted, ms, percent, seconds, sessionLink } from "../lib/format.js";
 import { shortened, titleOf } from "../lib/names.js";
@@ -29,6 +29,7 @@ function mount(root, app) {
   let error = null;
   let pinned = new Set();
   let seen = -1;
+  const questions = new Questions();
 
   const draw = () => root.hidden || update(root, chosen ? [back(), page()] : overview());
   const unsubscribe = app.live.subscribe(() => {
@@ -37,22 +38,32 @@ function mount(root, app) {
 
   async function refresh() {
     seen = app.live.changes;
+    const counts = questions.begin();
+    let found = {};
+    let problem = null;
     try {
-      if (chosen) {
-        detail = await app.api.get(`v1/sessions/${encodeURIComponent(chosen)}${query()}`);
-      } else {
-        list = await app.api.get("v1/sessions");
-      }
-      error = null;
-    } catch (problem) {
-      error = reasonOf(problem);
+      found = chosen ? await look(chosen) : { list: await app.api.get("v1/sessions") };
+    } catch (failure) {
+      problem = reasonOf(failure);
     }
+    if (!counts()) return;
+    ({ list, detail, pinned } = { list, detail, pinned, ...found });
+    error = problem;
     draw();
   }
 
+  /** Reads a session and, when it comes to be shown, which ones are pinned. */
+  async function look(id) {
+    const known = list ?? (await app.api.get("v1/sessions"));
+    const asked = query(known);
+    const cache = detail ? null : app.api.get(`v1/cache${asked ? `${asked}&` : "?"}limit=0`).catch(() => null);
+    const found = await app.api.get(`v1/sessions/${encodeURIComponent(id)}${asked}`);
+    return { list: known, detail: found, pinned: detail ? pinned : new Set((await cache)?.pinned_sessions) };
+  }
+
   /** Names the namespace: the one of the address, or else that of the session that is called so. */
-  function query() {
-    const found = namespace ?? list?.data.find((one) => one.id === chosen)?.namespace;
+  function query(known = list) {
+    const found = namespace ?? known?.data.find((one) => one.id === chosen)?.namespace;
     return found ? `?namespace=${encodeURIComponent(found)}` : "";
   }
 
@@ -136,8 +147,9 @@ function mount(root, app) {
   function page() {
     if (error) return h("p", { class: "empty" }, error);
     if (!detail || detail.id !== chosen) return h("p", { class: "empty" }, "Asking the server …");
-    const path = `v1/sessions/${encodeURIComponent(chosen)}`;
-    const isPinned = pinned.has(chosen);
+    const id = chosen;
+    const path = `v1/sessions/${encodeURIComponent(id)}`;
+    const isPinned = pinned.has(id);
     return h(
       "article",
       {},
@@ -147,11 +159,14 @@ function mount(root, app) {
         {},
         h("button", { type: "button", title: "Its state is not given up for others", onclick: async () => {
           const said = isPinned ? "It may be given up again." : "Its state stays, also that of turns to come.";
-          if (await act(`${path}/${isPinned ? "unpin" : "pin"}${query()}`, said)) isPinned ? pinned.delete(chosen) : pinned.add(chosen);
+          if (await act(`${path}/${isPinned ? "unpin" : "pin"}${query()}`, said)) isPinned ? pinned.delete(id) : pinned.add(id);
+          questions.giveUp();
           draw();
+          refresh();
         } }, isPinned ? "Unpin" : "Pin"),
         h("button", { type: "button", onclick: async () => {
-          if (await act(`${path}${query()}`, "Forgotten.", "del")) app.navigate("#/sessions");
+          const isGone = await act(`${path}${query()}`, "Forgotten.", "del");
+          if (isGone && chosen === id && !root.hidden) app.navigate("#/sessions");
         } }, "Forget"),
       ),
       adviceOf(detail),
@@ -161,28 +176,17 @@ function mount(root, app) {
 
   return {
     show([id, of] = []) {
+      questions.giveUp();
       chosen = id || null;
       namespace = of || null;
       detail = null;
+      error = null;
       draw();
-      refreshWithList();
+      refresh();
     },
     hide() {},
     end: unsubscribe,
   };
-
-  async function refreshWithList() {
-    if (chosen && !list) {
-      try {
-        list = await app.api.get("v1/sessions");
-        const cache = await app.api.get("v1/cache?limit=0");
-        pinned = new Set(cache.pinned_sessions);
-      } catch {
-        // The page itself says what is wrong.
-      }
-    }
-    refresh();
-  }
 }
 
 /** The advice of the costliest misses, each once. */

@@ -1,6 +1,6 @@
 // The prefix tree as an icicle: what is above is shared by all that is below it. One canvas, whatever the tree.
 
-import { reasonOf } from "../lib/api.js";
+import { Questions, reasonOf } from "../lib/api.js";
 import { h, s, update } from "../lib/dom.js";
 import { ago, bytes, clock, count, counted, seconds, sessionLink } from "../lib/format.js";
 import { below, boxAt, boxesOf, evenly, joined, treeOf } from "../lib/icicle.js";
@@ -49,8 +49,11 @@ function mount(root, app) {
   let isStale = true;
   let seen = -1;
   let isFetching = false;
+  /** Whether what is being fetched is no longer what is asked for. */
+  let isOutdated = false;
   let nextFetch = 0;
   let frame = null;
+  const times = new Questions();
   const canvas = h("canvas", {
     tabindex: 0,
     role: "application",
@@ -83,24 +86,37 @@ function mount(root, app) {
 
   /** Looks again, at most once a second, and no more often than ten times what looking takes. */
   async function refresh(isForced = false) {
+    if (isFetching && isForced) {
+      isOutdated = true;
+      return;
+    }
     if (isFetching || (!isForced && performance.now() < nextFetch)) {
       clearTimeout(state.later);
       state.later = setTimeout(() => root.hidden || refresh(), 1000);
       return;
     }
     isFetching = true;
-    seen = app.live.changes;
     const begun = performance.now();
+    do {
+      isOutdated = false;
+      await look();
+    } while (isOutdated);
+    isFetching = false;
+    nextFetch = performance.now() + Math.max(1000, 10 * (performance.now() - begun));
+    drawAll();
+  }
+
+  async function look() {
+    seen = app.live.changes;
     try {
-      take(await app.api.get(`v1/cache?${query({ limit: LIMIT })}`));
+      const cache = await app.api.get(`v1/cache?${query({ limit: LIMIT })}`);
+      if (isOutdated) return;
+      take(cache);
       goWhereSomethingIs();
       state.error = null;
     } catch (error) {
       state.error = reasonOf(error);
     }
-    isFetching = false;
-    nextFetch = performance.now() + Math.max(1000, 10 * (performance.now() - begun));
-    drawAll();
   }
 
   function query(more = {}) {
@@ -136,6 +152,7 @@ function mount(root, app) {
   }
 
   function build() {
+    if (!state.past && !state.cache) return;
     const kept = { top: state.top?.key, chosen: state.chosen?.key };
     const measure = (node, tokens) => (state.by === "bytes" ? Math.max(1, (node.bytes * tokens) / Math.max(1, node.tokens)) : tokens);
     state.tree = treeOf(state.past ?? state.cache, measure);
@@ -162,12 +179,17 @@ function mount(root, app) {
 
   /** Shows what was there at one of the times that the server keeps; null for now. */
   async function goTo(at) {
+    const counts = times.begin();
+    let past = null;
+    let problem = null;
     try {
-      state.past = at === null ? null : await app.api.get(`v1/cache?${query({ at: Math.floor(at) })}`);
+      if (at !== null) past = await app.api.get(`v1/cache?${query({ at: Math.floor(at) })}`);
     } catch (error) {
-      state.past = null;
-      app.toast(reasonOf(error));
+      problem = reasonOf(error);
     }
+    if (!counts()) return;
+    if (problem) app.toast(problem);
+    state.past = past;
     build();
     drawAll();
   }
@@ -176,14 +198,16 @@ function mount(root, app) {
     state.text = text;
     clearTimeout(state.searches);
     state.searches = setTimeout(async () => {
+      let answer = null;
+      let problem = null;
       try {
-        const answer = text.trim() ? await app.api.get(`v1/cache/search?${query({ text })}`) : null;
-        if (state.text !== text) return;
-        state.found = answer && { keys: new Set([...answer.nodes.map((id) => `m${id}`), ...answer.disk_nodes.map((id) => `d${id}`)]), isPart: answer.truncated };
-        state.error = null;
+        if (text.trim()) answer = await app.api.get(`v1/cache/search?${query({ text })}`);
       } catch (error) {
-        state.error = reasonOf(error);
+        problem = reasonOf(error);
       }
+      if (state.text !== text) return;
+      if (!problem) state.found = answer && { keys: new Set([...answer.nodes.map((id) => `m${id}`), ...answer.disk_nodes.map((id) => `d${id}`)]), isPart: answer.truncated };
+      state.error = problem;
       drawAll();
       redraw();
     }, SEARCH_MS);
@@ -425,7 +449,7 @@ function mount(root, app) {
       ),
       path.length > 1 && h("nav", { class: "path", "aria-label": "Way from the root" }, path.map((edge) => h("button", { type: "button", class: "link", onclick: () => zoom(edge) }, edge.id === null ? "all prompts" : shortened(lineOf(nameOf(edge, sessions)), 32)))),
       state.error && h("p", { class: "bad" }, state.error),
-      state.found && h("p", { class: "hint", role: "status" }, `The text is in ${counted(below(state.tree).filter((edge) => edge.id !== null && isLit(edge)).length, "place")}${state.found.isPart ? ", and maybe in more" : ""}.`),
+      state.found && state.tree && h("p", { class: "hint", role: "status" }, `The text is in ${counted(below(state.tree).filter((edge) => edge.id !== null && isLit(edge)).length, "place")}${state.found.isPart ? ", and maybe in more" : ""}.`),
       state.cache && !state.cache.nodes.length && !state.cache.disk_nodes.length && h("p", { class: "empty" }, "Nothing is held yet. ", h("a", { href: "#/now" }, "Now"), " has three things to try."),
       state.cache?.truncated && h("p", { class: "hint" }, `${count(state.cache.nodes.length)} of ${count(state.cache.num_nodes)} edges are shown, those used last.`),
     );
@@ -433,11 +457,17 @@ function mount(root, app) {
 
   function other(name) {
     return (event) => {
-      state[name] = event.target.value;
-      if (name === "model") state.namespace = null;
-      Object.assign(state, NOTHING);
+      leave({ ...(name === "model" && { namespace: null }), [name]: event.target.value });
+      drawSide();
       refresh(true);
     };
+  }
+
+  /** Leaves the tree that is shown for another one. */
+  function leave(more) {
+    clearTimeout(state.asks);
+    times.giveUp();
+    Object.assign(state, NOTHING, more);
   }
 
   /** The slider: the times that the server keeps, then now. */
@@ -533,7 +563,7 @@ function mount(root, app) {
     /** Shows the tree, of a session and its model if they are named, the session's edges lit. */
     show([session, model] = []) {
       if (session) {
-        if (model && model !== (state.model ?? state.cache?.model)) Object.assign(state, NOTHING, { model, namespace: null });
+        if (model && model !== (state.model ?? state.cache?.model)) leave({ model, namespace: null });
         Object.assign(state, { session, found: null, text: "" });
       }
       drawSide();
