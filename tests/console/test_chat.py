@@ -12,9 +12,9 @@ from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.pool.pool import ModelPool
 from tests.console.test_console import Watched, harmless, open_chat, problems_of, say
-from tests.console.test_kept import wait_until_kept
+from tests.console.test_kept import HAVE_ENDED, wait_until_kept
 from tests.support.apps import create_app
-from tests.support.browser import BROWSER
+from tests.support.browser import BROWSER, expect_toast
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.fake_opener import FakeOpener, catalog
 from tests.support.live_server import running
@@ -119,7 +119,7 @@ def test_a_text_and_an_image_go_with_a_question(page: Page, engine: FakeEngine) 
     expect(page.get_by_role("img", name="shot.png")).to_be_visible()
     expect(page.locator(".attached")).to_contain_text("notes.txt")
     give(page, "drop", "more.bin", "application/octet-stream", b"\0\1")
-    expect(page.locator("#toasts")).to_contain_text("more.bin is neither a text nor an image")
+    expect_toast(page, "more.bin is neither a text nor an image")
     wait_until_kept(page, "(all) => all.some((one) => one.files?.length === 2)")
     page.reload()
     expect(page.locator(".attached li")).to_have_count(2)
@@ -156,7 +156,7 @@ def test_a_model_that_sees_nothing_is_given_no_image(page: Page, engine: FakeEng
     expect(page.get_by_label("Message", exact=True)).to_be_focused()
     give(page, "paste", "shot.png", "image/png", PNG)  # before the page knows what the model sees
     page.evaluate("() => window.__list()")
-    expect(page.locator("#toasts")).to_contain_text("This model sees no images.")
+    expect_toast(page, "This model sees no images.")
     expect(page.locator(".attached li")).to_have_count(0)
     give(page, "drop", "a.txt", "text/plain", b"violet")
     page.get_by_role("button", name="Remove a.txt").click()
@@ -188,11 +188,13 @@ def test_all_chats_are_searched_and_some_are_pinned(page: Page) -> None:
     expect(items.first).to_contain_text("Who paints it?")
     page.get_by_role("button", name="Pin Where is the violet door?").click()
     expect(items.first).to_contain_text("Where is the violet door?")
+    wait_until_kept(page, "(all) => all.some((one) => one.isPinned)")
     page.reload()
     expect(items.first).to_contain_text("Where is the violet door?")
     page.keyboard.press("Control+k")
     search = page.get_by_label("Search all chats")
     expect(search).to_be_focused()
+    wait_until_kept(page, HAVE_ENDED, 4)
     search.fill("PAINTS")
     expect(page.get_by_text("Found in 1 chat.")).to_be_visible()
     expect(items).to_have_count(1)
@@ -205,7 +207,7 @@ def test_presets_keep_what_a_chat_is_told(page: Page) -> None:
     page.get_by_label("System message", exact=True).fill("Be terse.")
     page.get_by_label("Keep these as").fill("terse")
     page.get_by_role("button", name="Keep", exact=True).click()
-    expect(page.locator("#toasts")).to_contain_text("terse is kept")
+    expect_toast(page, "terse is kept")
     page.reload()
     page.get_by_text("System message and settings").click()
     page.get_by_label("System message", exact=True).fill("")
@@ -225,9 +227,7 @@ def test_every_setting_is_sent_and_kept(page: Page, engine: FakeEngine) -> None:
     fields = page.get_by_label("Other fields of the API")
     fields.fill("[1]")
     say(page, "Hello")
-    expect(page.locator("#toasts")).to_contain_text(
-        "“Other fields of the API, as JSON” is not used: It has another form."
-    )
+    expect_toast(page, "“Other fields of the API, as JSON” is not used: It has another form.")
     fields.fill('{"logit_bias": {"5": -3}}')
     say(page, "Again")
     sampling, stop = engine.requests[-1].sampling, engine.requests[-1].stop

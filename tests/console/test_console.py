@@ -1,6 +1,5 @@
 """The console in a real Chromium: every view with live traffic, and nothing that a page must not do."""
 
-import contextlib
 import itertools
 import json
 import re
@@ -22,7 +21,7 @@ from server.app.service import open_service
 from server.pool.pool import ModelPool
 from tests.console.hostile import BARE, TEXTS
 from tests.support.apps import create_app
-from tests.support.browser import BROWSER
+from tests.support.browser import BROWSER, NOTING_TOASTS, expect_toast
 from tests.support.fake_engine import DRAFTS, FakeEngine, Script, fake_model
 from tests.support.fake_hub import running_hub
 from tests.support.live_server import running
@@ -94,17 +93,6 @@ def ask(address: str, *messages: Any, **fields: Any) -> Any:
     return answer.json()
 
 
-def ask_until_seen(page: Page, address: str, session_id: str) -> None:
-    """Asks until the page, which may not listen yet, shows a request of the session."""
-    seen = page.get_by_role("button", name=session_id).first
-    for _ in range(20):
-        ask(address, ADA, session_id=session_id)
-        with contextlib.suppress(AssertionError):
-            expect(seen).to_be_visible(timeout=2000)
-            return
-    expect(seen).to_be_visible()
-
-
 def open_chat(page: Page, address: str) -> None:
     """Shows a new chat, and waits until it takes messages."""
     page.goto(f"{address}/#/chat/new")
@@ -165,8 +153,9 @@ def test_a_running_request_has_a_lane(page: Page, demo: str) -> None:
         lane = page.locator(".lane:not(.idle)")
         expect(lane).to_contain_text("lane")
         expect(lane).to_contain_text("tokens")
+    # Its row stays for a while.
+    expect(page.locator(".lane").first).to_have_text(re.compile(r"^\didle$"))
     expect(page.locator(".lane:not(.idle)")).to_have_count(0)
-    expect(page.locator(".lane.idle").first).to_contain_text(re.compile(r"^\didle$"))
 
 
 def test_the_tree_is_walked_with_the_keyboard(page: Page, demo: str) -> None:
@@ -186,7 +175,7 @@ def test_the_tree_is_walked_with_the_keyboard(page: Page, demo: str) -> None:
     expect(page.get_by_role("navigation", name="Way from the root")).to_be_visible()
     canvas.press("Escape")
     page.locator(".users button").first.click()
-    expect(page.locator("#toasts")).to_contain_text("stays")
+    expect_toast(page, " stays.")
 
 
 def test_the_tree_says_whose_it_is(page: Page, demo: str) -> None:
@@ -212,10 +201,10 @@ def test_the_tree_says_whose_it_is(page: Page, demo: str) -> None:
     expect(side.get_by_role("heading").first).to_have_text("system message, tools (1)of planner and 1 more")
     canvas.press("ArrowDown")
     expect(side.get_by_role("heading").first).to_contain_text(re.compile("of (coder|planner)$"))
-    page.get_by_label("Search").fill("VIOLET door")
-    expect(page.get_by_text("The text is in 1 place.")).to_be_visible()
-    page.get_by_label("Search").fill("careful assistant")
-    expect(page.get_by_text("The text is in 1 place.")).to_be_visible()
+    for text in ("VIOLET door", "careful assistant"):
+        with page.expect_response("**/v1/cache/search?*"):
+            page.get_by_label("Search").fill(text)
+        expect(page.get_by_text("The text is in 1 place.")).to_be_visible()
     ask(demo, SYSTEM, ADA, session_id="later", cache_salt="w")
     expect(chips).to_contain_text("later")
     page.get_by_label("Time").press("Home")
@@ -353,6 +342,7 @@ def test_a_session_shows_its_turns_and_the_words_that_changed(page: Page, demo: 
     expect(page.get_by_role("button", name="Unpin")).to_be_visible()
     assert "edited" in httpx.get(f"{demo}/v1/cache?limit=0").json()["pinned_sessions"]
     page.get_by_role("button", name="Unpin").click()
+    expect(page.get_by_role("button", name="Pin", exact=True)).to_be_visible()
     page.get_by_role("button", name="Forget").click()
     expect(page).to_have_url(re.compile("#/sessions$"))
     assert httpx.get(f"{demo}/v1/sessions/edited").status_code == 404
@@ -382,6 +372,7 @@ def test_the_owner_sees_what_clients_with_a_key_of_their_own_have(page: Page, de
         page.goto(f"{demo}/#/sessions")
     page.goto(f"{demo}/#/tree")
     page.get_by_label("Namespace").select_option(ids.pop())
+    expect(page.locator(".whose")).to_contain_text("same name")
     expect(page.locator(".view.tree")).not_to_contain_text("Nothing is held yet")
 
 
@@ -389,7 +380,8 @@ def test_requests_are_a_waterfall_that_can_be_filtered(page: Page, demo: str) ->
     page.goto(f"{demo}/#/requests")
     page.get_by_label("Session or id").wait_for()
     for name in ("fall-one", "fall-two"):
-        ask_until_seen(page, demo, name)
+        ask(demo, ADA, session_id=name)
+        expect(page.get_by_role("button", name=name)).to_be_visible()
     page.get_by_label("Session or id").fill("two")
     expect(page.get_by_role("button", name="fall-one")).to_have_count(0)
     page.get_by_role("button", name="fall-two").first.click()
@@ -407,7 +399,8 @@ def test_requests_of_before_the_page_are_drawn_as_they_were(page: Page, demo: st
     expect(rows.first).to_contain_text("before-two")
     expect(rows.nth(1)).to_contain_text("before-one")
     cells = rows.first.locator("td")
-    assert int(re.sub(r"\D", "", cells.nth(3).inner_text())) > 50 and cells.nth(4).inner_text().endswith("%")
+    expect(cells.nth(3)).to_have_text(re.compile(r"^(\d.{2,}|[5-9]\d)$"))
+    expect(cells.nth(4)).to_have_text(re.compile("%$"))
     expect(rows.first.locator("rect.decode")).not_to_have_attribute("width", "0.00")
     expect(rows.first.locator("title")).to_contain_text("generating")
     page.goto(f"{demo}/#/now")
@@ -561,7 +554,7 @@ def test_a_model_is_deleted_by_its_whole_name(page: Page, demo: str) -> None:
     for name in ("poet#2", "org/name@v1"):
         page.get_by_role("button", name=f"Delete {name}").click()
         page.get_by_role("dialog").get_by_role("button", name="Delete").click()
-        expect(page.get_by_text(f"{name} is gone.")).to_be_visible()
+        expect_toast(page, f"{name} is gone.")
     assert deleted == ["/v1/models/poet%232", "/v1/models/org/name%40v1"]
 
 
@@ -573,6 +566,7 @@ def test_a_model_is_pulled_loaded_asked_unloaded_and_deleted(chromium: Browser, 
         hub.repositories |= {"org/tiny": files, "mlx-community/Qwen3-0.6B-4bit": files}
         hub.pause_after_bytes = 10_000
         context = chromium.new_context()
+        context.add_init_script(NOTING_TOASTS)
         watched = Watched(context, address)
         page = context.new_page()
         page.goto(f"{address}/#/models")
@@ -581,7 +575,7 @@ def test_a_model_is_pulled_loaded_asked_unloaded_and_deleted(chromium: Browser, 
         expect(page.get_by_role("progressbar", name="Pulling org/tiny")).to_be_visible()
         hub.pause_after_bytes = None
         hub.resume.set()
-        expect(page.get_by_text("org/tiny is here.")).to_be_visible()
+        expect_toast(page, "org/tiny is here.")
         pulled = page.locator(".models li").filter(has_text="org/tiny")
         expect(pulled).to_contain_text("on disk")
         pulled.get_by_role("button", name="Load").click()
@@ -596,14 +590,14 @@ def test_a_model_is_pulled_loaded_asked_unloaded_and_deleted(chromium: Browser, 
         expect(pulled).to_contain_text("on disk")
         listed = page.get_by_role("button", name="Pull qwen3:0.6b,")
         listed.click()
-        expect(page.get_by_text("qwen3:0.6b is here.")).to_be_visible()
+        expect_toast(page, "qwen3:0.6b is here.")
         expect(listed).to_contain_text("here")
         pulled.get_by_role("button", name="Delete").click()
         page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
         expect(pulled).to_have_count(1)
         pulled.get_by_role("button", name="Delete").click()
         page.get_by_role("dialog").get_by_role("button", name="Delete").click()
-        expect(page.get_by_text("org/tiny is gone.")).to_be_visible()
+        expect_toast(page, "org/tiny is gone.")
         expect(pulled).to_have_count(0)
         assert list((tmp_path / "home").rglob("models--org--tiny/snapshots/*")) == []
         context.close()
@@ -854,7 +848,7 @@ def test_every_view_can_be_used_by_all(page: Page, demo: str, width: int, scheme
     page.set_viewport_size({"width": width, "height": 800})
     page.emulate_media(color_scheme=scheme)
     page.goto(f"{demo}/#/requests")
-    ask_until_seen(page, demo, "for all")
+    ask(demo, ADA, session_id="for all")
     page.get_by_role("button", name="for all").first.click()
     expect(page.locator("tr.details")).to_be_visible()
     assert problems_of(page) == ""
@@ -868,8 +862,8 @@ def test_every_view_can_be_used_by_all(page: Page, demo: str, width: int, scheme
     assert problems_of(page) == ""
     open_chat(page, demo)
     settings = page.get_by_text("System message and settings")
-    settings.evaluate("(it) => getSelection().selectAllChildren(it)")
-    assert page.evaluate("getSelection().getRangeAt(0).getClientRects().length") == 1, "it is one line"
+    selected = "(it) => (getSelection().selectAllChildren(it), getSelection().getRangeAt(0).getClientRects().length)"
+    assert settings.evaluate(selected) == 1, "it is one line"
     settings.click()
     page.get_by_text("More ways to sample").click()
     say(page, "What is my name?")
@@ -881,6 +875,7 @@ def test_every_view_can_be_used_by_all(page: Page, demo: str, width: int, scheme
     page.get_by_role("button", name="Cancel").click()
     for view in ("now", "sessions", "models"):
         page.goto(f"{demo}/#/{view}")
+        expect(page.locator(f".view.{view}")).to_be_visible()
         expect(page.locator(f".view.{view} .empty")).to_have_count(0)
         assert problems_of(page) == "", view
 
