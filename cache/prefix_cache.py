@@ -14,14 +14,15 @@ from cache.disk.connector import DiskConnector, DiskMatch
 from cache.disk.tier import DiskTier, Prefetch
 from cache.history import History
 from cache.layers.layout import CHUNK_TOKENS, Layout
+from cache.layers.state import Segment
 from cache.lease import Lease, PrivateLease, Tier
 from cache.memory_tier import ROUNDED_TOKENS, MemoryTier, Pins, path_nodes
 from cache.pager import Pager
 from cache.reclaim import Reclaimer, is_in_place
 from cache.slots import CacheRequest, Lookup, LookupResult, Slot, choose_slot, look_up
 from cache.snapshots import RestorePoint, RestorePointKind, deepest
-from cache.trie import Node
-from cache.types import LayerCache
+from cache.trie import Node, Snapshot
+from cache.types import LayerCache, TokenArray
 
 MAX_READS = 8
 """After so many unreadable files a prompt is evaluated without the disk."""
@@ -144,19 +145,23 @@ class PrefixCache:
             return False
         num_tokens = match.offset - result.restorable
         self.journal.record(Happening.READ, lookup.namespace, tokens=num_tokens, bytes=match.num_bytes)
-        trie, tokens = self.pager.trie(lookup.namespace), lookup.tokens[: match.offset]
-        first = segment.start if segment is not None else match.offset
-        assert trie.match(tokens).length >= first, "the state that a read was to extend was evicted meanwhile"
+        self.memory.used(self.attach(lookup.namespace, lookup.tokens[: match.offset], segment, snapshot))
+        return True
+
+    def attach(self, namespace: str, tokens: TokenArray, segment: Segment | None, snapshot: Snapshot | None) -> Node:
+        """Keeps state that ends with `tokens`; those before it are in memory. Returns the node at their end."""
+        trie = self.pager.trie(namespace)
+        first = segment.start if segment is not None else len(tokens)
+        assert trie.match(tokens).length >= first, "the state that was to be extended was evicted meanwhile"
         tip = trie.extend(trie.root, tokens)
         for node in tip.path():
-            node.is_volatile = False  # only ordinary requests are written to disk
+            node.is_volatile = False  # only state of ordinary requests goes to disk, or elsewhere
         if segment is not None:
             trie.store(tip, segment)
         if snapshot is not None:
             tip.kind = RestorePointKind.TURN_END
             trie.snap(tip, snapshot)
-        self.memory.used(tip)
-        return True
+        return tip
 
     def _leave_end(self, request: CacheRequest, result: LookupResult) -> LookupResult:
         """Has the session end where the prompt leaves it: the rest is evicted first. Returns `result` anew."""

@@ -7,10 +7,13 @@ changed; they do not make a sender right.
 """
 
 import contextlib
+import itertools
 import json
 import tarfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -21,10 +24,10 @@ from cache.types import TokenArray, common_prefix_length
 
 BUNDLE_FORMAT = 1
 HEAD = "bundle.json"
-END = bytes(2 * tarfile.BLOCKSIZE)
 MAX_TEXT_BYTES = 16 << 20
 MAX_PIECE_BYTES = 1 << 30
 """A piece is held in memory while it moves."""
+NO_TOKENS: TokenArray = np.empty(0, np.int32)
 
 
 class BundleError(CacheError):
@@ -64,54 +67,37 @@ class BundlePiece:
         if not 0 <= self.start <= len(self.tokens) - (not self.is_snapshot):
             raise ValueError(f"state of the tokens [{self.start}, {len(self.tokens)})")
 
-    def renamed(self, namespace: str) -> "BundlePiece":
-        """The piece in another namespace."""
-        return replace(self, namespace=namespace)
-
     def begins(self, other: "BundlePiece") -> bool:
         """Whether another piece goes on with the conversation."""
         length = common_prefix_length(self.tokens, other.tokens)
         return self.namespace == other.namespace and length == len(self.tokens)
 
 
-class BundleWriter:
-    """Makes a bundle's bytes, in order."""
-
-    def __init__(self) -> None:
-        self._tokens: TokenArray = np.empty(0, np.int32)
-        self.num_pieces = 0
-
-    def head(self, head: BundleHead) -> bytes:
-        """The first bytes."""
-        return b"".join(_member(HEAD, _text(asdict(head))))
-
-    def piece(self, piece: BundlePiece, data: bytes) -> list[bytes]:
-        """The bytes of a piece, which has only those tokens that the one before lacks."""
-        kept = common_prefix_length(piece.tokens, self._tokens)
-        fields = {
-            **{name: getattr(piece, name) for name in ("namespace", "session_id", "start", "is_snapshot")},
-            "kept": kept,
-            "tokens": piece.tokens[kept:].tolist(),
-            "receipt": {**asdict(piece.receipt), "digest": piece.receipt.digest.hex()},
-        }
-        text_name, data_name = _names(self.num_pieces)
-        self.num_pieces += 1
-        self._tokens = piece.tokens
-        return [*_member(text_name, _text(fields)), *_member(data_name, data)]
-
-
-def _names(number: int) -> tuple[str, str]:
-    return f"{number:06}.json", f"{number:06}.safetensors"
+def bundled(head: BundleHead, pieces: Iterable[tuple[BundlePiece, bytes]]) -> Iterator[bytes]:
+    """Yields the bytes of a bundle; none without pieces. A piece has only those tokens that the one before lacks."""
+    before = NO_TOKENS
+    for number, (piece, data) in enumerate(pieces):
+        if not number:
+            yield from _member(HEAD, _text(vars(head)))
+        kept = common_prefix_length(piece.tokens, before)
+        receipt = {**vars(piece.receipt), "digest": piece.receipt.digest.hex()}
+        fields = {**vars(piece), "tokens": piece.tokens[kept:].tolist(), "receipt": receipt, "kept": kept}
+        yield from _member(f"{number:06}.json", _text(fields))
+        yield from _member(f"{number:06}.safetensors", data)
+        before = piece.tokens
+    if len(before):
+        yield bytes(2 * tarfile.BLOCKSIZE)
 
 
 def _text(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def _member(name: str, data: bytes) -> list[bytes]:
+def _member(name: str, data: bytes) -> Iterator[bytes]:
     info = tarfile.TarInfo(name)
     info.size, info.mode = len(data), 0o600
-    return [info.tobuf(tarfile.USTAR_FORMAT), data, bytes(-len(data) % tarfile.BLOCKSIZE)]
+    yield info.tobuf(tarfile.USTAR_FORMAT)
+    yield data + bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
 class BundleReader:
@@ -130,18 +116,17 @@ class BundleReader:
         self._fault = "the bundle is damaged"
 
     def pieces(self) -> Iterator[tuple[BundlePiece, bytes]]:
-        """Yields each piece with its bytes, whose digest the caller checks."""
-        tokens: TokenArray = np.empty(0, np.int32)
-        number = 0
-        while (text := self._member(_names(number)[0], MAX_TEXT_BYTES)) is not None:
+        """Yields each piece with its bytes, which the caller checks by the receipt."""
+        before = NO_TOKENS
+        for number in itertools.count():
+            if (text := self._member(f"{number:06}.json", MAX_TEXT_BYTES)) is None:
+                return
             with self._checking():
-                piece = _piece(json.loads(text), tokens)
-            tokens = piece.tokens
-            data = self._member(_names(number)[1], MAX_PIECE_BYTES, piece.receipt.num_bytes)
-            if data is None:
+                piece = _piece(json.loads(text), before)
+            before = piece.tokens
+            if (data := self._member(f"{number:06}.safetensors", MAX_PIECE_BYTES)) is None:
                 raise BundleError(f"{self._fault}: a piece is missing")
             yield piece, data
-            number += 1
 
     @contextlib.contextmanager
     def _checking(self) -> Iterator[None]:
@@ -150,14 +135,14 @@ class BundleReader:
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError, tarfile.HeaderError) as error:
             raise BundleError(f"{self._fault}: {error}") from error
 
-    def _member(self, name: str, most_bytes: int, expected_bytes: int | None = None) -> bytes | None:
+    def _member(self, name: str, most_bytes: int) -> bytes | None:
         """A member's bytes; None at the end."""
         with self._checking():
             try:
                 info = tarfile.TarInfo.frombuf(self._exactly(tarfile.BLOCKSIZE), "utf-8", "strict")
             except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
                 return None
-        if info.name != name or not info.isreg() or expected_bytes not in (None, info.size):
+        if info.name != name or not info.isreg():
             raise BundleError(f"{self._fault}: {info.name[:40]!r} stands where {name} is expected")
         if info.size > min(most_bytes, self._left):
             limit = min(most_bytes, self._max_bytes)
@@ -177,15 +162,10 @@ class BundleReader:
 
 def _piece(fields: dict[str, Any], before: TokenArray) -> BundlePiece:
     """Raises KeyError, TypeError, ValueError or OverflowError."""
-    receipt, kept, new, session_id = fields["receipt"], fields["kept"], fields["tokens"], fields["session_id"]
-    numbers = [kept, fields["start"], *(receipt[name] for name in ("num_bytes", "header_bytes", "checksums_bytes"))]
-    if not all(type(number) is int and number >= 0 for number in numbers) or kept > len(before):
-        raise ValueError("a number is no count")
-    if not all(type(token) is int for token in new) or type(fields["is_snapshot"]) is not bool:
-        raise TypeError("a token is no number")
-    if not isinstance(fields["namespace"], str) or not isinstance(session_id, str | None):
-        raise TypeError("a name is no text")
+    kinds = [type(fields[name]) for name in ("start", "is_snapshot", "namespace", "kept", "session_id")]
+    kept, new, receipt = fields.pop("kept"), array("i", fields["tokens"]), fields["receipt"]
+    if kinds[:-1] != [int, bool, str, int] or kinds[-1] not in (str, NoneType) or not 0 <= kept <= len(before):
+        raise ValueError("a field has no such value")
     tokens = np.concatenate([before[:kept], np.array(new, np.int32)])
-    sizes = receipt["num_bytes"], receipt["header_bytes"], receipt["checksums_bytes"]
-    receipt = Receipt(*sizes, bytes.fromhex(receipt["digest"]))
-    return BundlePiece(fields["namespace"], session_id, tokens, fields["start"], fields["is_snapshot"], receipt)
+    receipt = Receipt(**{**receipt, "digest": bytes.fromhex(receipt["digest"])})
+    return BundlePiece(**{**fields, "tokens": tokens, "receipt": receipt})

@@ -26,6 +26,7 @@ _MLX_TYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_,
     "BF16": mx.bfloat16,
 }
+_POINTS = "points."
 _TYPE_NAMES = {dtype: name for name, dtype in _MLX_TYPES.items()}
 
 NamedArrays: TypeAlias = list[tuple[str, mx.array]]
@@ -105,6 +106,15 @@ def read_state(file: TensorFile, first: int, start: int, stop: int) -> LoadedSta
         return Segment(start, stop, packs), recurrent
 
 
+def read_tensors(file: TensorFile, first: int, start: int, stop: int) -> tuple[list[Tensor], dict[str, str]]:
+    """As `read_state`, in the form of files, and the metadata that reading needs. Knows no MLX: for any thread."""
+    rows, tensors = (start - first, stop - first), list[Tensor]()
+    for name, block_rows in file.block_rows.items():
+        is_whole = name.startswith(_POINTS)
+        tensors.append(Tensor(name, file.dtype(name), file.read(name, *(() if is_whole else rows)), block_rows))
+    return tensors, {"state": file.metadata["state"]}
+
+
 def _bits(array: mx.array) -> NumpyArray:
     buffer: Any = array
     return np.asarray(memoryview(buffer))
@@ -128,7 +138,7 @@ def _tree_of(value: Any, arrays: NamedArrays) -> Any:
             raise Unstorable(f"arrays of {value.dtype} cannot be stored")
         if value.size == 0:
             return {"empty": [list(value.shape), _TYPE_NAMES[value.dtype]]}
-        arrays.append((f"points.{len(arrays)}", value))
+        arrays.append((f"{_POINTS}{len(arrays)}", value))
         return {"array": [list(value.shape), arrays[-1][0]]}
     if type(value) in (list, tuple, Rounded):
         return {type(value).__name__: [_tree_of(part, arrays) for part in value]}

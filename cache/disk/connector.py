@@ -14,13 +14,14 @@ from typing import cast
 import numpy as np
 
 from cache import snapshots
+from cache.disk.codec import LoadedState
 from cache.disk.tier import DiskTier
 from cache.disk.tree import START, DiskPlace, FilePart, StoredFile, Target, gaps, written_stop
 from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.snapshots import KeptPoint, has_whole_snapshot, window_rows
 from cache.trie import Node, NodeMatch, Snapshot
-from cache.types import LayerKinds, TokenArray
+from cache.types import TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -170,11 +171,7 @@ class DiskConnector:
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
     def _save_snapshot(self, target: Target, node: Node) -> None:
-        snapshot = node.snapshot
-        assert snapshot is not None
-        window = whole_window(self._layout, node, snapshot)
-        recurrent = snapshot.recurrent and self._layout.rounded_recurrent(snapshot.recurrent)
-        self.tier.write_snapshot(target, window, recurrent)
+        self.tier.write_snapshot(target, *stored_snapshot(self._layout, node))
 
     def check(self, node: Node) -> None:
         """Asserts that a node's kept place is right."""
@@ -185,14 +182,16 @@ class DiskConnector:
             assert step.length == place.length, f"{node} keeps a place at {place.length}, found {step.length}"
 
 
-def whole_window(layout: LayerKinds, node: Node, snapshot: Snapshot) -> Segment | None:
-    """A snapshot's window rows at a node's end, with those that are held above."""
-    window = snapshot.window
-    if window is None:
-        return None
-    first = max(0, snapshot.offset - layout.window)
-    rows = window_rows(layout, node.parent, window.start) if window.start > first else []
-    return reduce(Segment.join, [*rows, window]).tail(first)
+def stored_snapshot(layout: Layout, node: Node) -> LoadedState:
+    """A node's snapshot in the form in which it is stored, with the window rows that are held above."""
+    snapshot = node.snapshot
+    assert snapshot is not None, "the node has a snapshot"
+    window, recurrent = snapshot.window, snapshot.recurrent
+    if window is not None:
+        first = max(0, snapshot.offset - layout.window)
+        rows = window_rows(layout, node.parent, window.start) if window.start > first else []
+        window = reduce(Segment.join, [*rows, window]).tail(first)
+    return window, recurrent and layout.rounded_recurrent(recurrent)
 
 
 def _target(node: Node, place: DiskPlace, used_at: int | None = None) -> Target:

@@ -214,8 +214,9 @@ class TensorFile:
         self._tensors: dict[str, Any] = json.loads(header[8:])
         del self._tensors[_CHECKSUMS]
         self.metadata: dict[str, str] = self._tensors.pop("__metadata__")
-        self._block_rows: dict[str, int] = json.loads(self.metadata["block_rows"])
-        nums = [_num_blocks(fields["shape"][0], self._block_rows[name]) for name, fields in self._tensors.items()]
+        self.block_rows: dict[str, int] = json.loads(self.metadata["block_rows"])
+        """Rows of a block by the tensor's name."""
+        nums = [_num_blocks(fields["shape"][0], self.block_rows[name]) for name, fields in self._tensors.items()]
         self._first_block = dict(zip(self._tensors, itertools.accumulate(nums, initial=0), strict=False))
 
     def dtype(self, name: str) -> str:
@@ -224,7 +225,7 @@ class TensorFile:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NumpyArray:
         """Rows `[start, stop)`, verified; by default all. Raises DiskFault."""
-        shape, block_rows = self._tensors[name]["shape"], self._block_rows[name]
+        shape, block_rows = self._tensors[name]["shape"], self.block_rows[name]
         stop = shape[0] if stop is None else stop
         if not 0 <= start <= stop <= shape[0]:
             raise DiskFault(f"rows [{start}, {stop}) are asked of a file of {shape[0]}")

@@ -12,11 +12,12 @@ import os
 import re
 import sqlite3
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from cache.budget import DiskFault, DiskInUse, FolderError
-from cache.disk.codec import LoadedState, StateImage, read_state
+from cache.disk.codec import StateImage, read_state
 from cache.disk.files import FileSystem, Receipt, TensorFile, read_exactly, write_tensors
 from cache.disk.index import DATABASE, WriteDay, add, prepare, read_fingerprint, read_rows, read_write_day
 from cache.disk.tree import DiskTree, FilePart, FileRow, StoredFile, extended
@@ -252,8 +253,8 @@ class DiskStore:
 
     # ----------------------------------------------------------------------------------------------- reading
 
-    def read(self, part: FilePart) -> LoadedState:
-        """Rows of a written file, and its recurrent state, evaluated. Any thread. Raises DiskFault."""
+    def read(self, part: FilePart, read_part: Callable[..., Any] = read_state) -> Any:
+        """Rows of a written file, and its recurrent state: by default a LoadedState. Any thread. Raises DiskFault."""
         file = part.file
         assert file.receipt is not None, "the file was never written"
         try:
@@ -261,7 +262,7 @@ class DiskStore:
                 file_of_tensors = TensorFile(opened, file.receipt)
                 if file_of_tensors.metadata.get("name") != file.name:
                     raise DiskFault("the file holds other state than its name says")
-                return read_state(file_of_tensors, file.start, part.start, part.stop)
+                return read_part(file_of_tensors, file.start, part.start, part.stop)
         except OSError as error:
             raise DiskFault(str(error)) from error
 

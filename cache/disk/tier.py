@@ -254,7 +254,7 @@ class DiskTier:
         self.journal = Journal()
         self.write_budget = WriteBudget(write_budget_bytes_per_day, now, elapsed, store.day)
         self.tree = store.tree
-        self._store = store
+        self.store = store
         self.queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, report=self._report)
         self.reader = FileReader(store, max_bytes=max_in_flight_bytes, lose=self._lose)
         self.budget_bytes = budget_bytes
@@ -290,7 +290,7 @@ class DiskTier:
         self.num_gone += len(gone)
         if gone:
             self.tree.prune(gone)
-            self.queue.change(partial(self._store.delete, gone))
+            self.queue.change(partial(self.store.delete, gone))
 
     def _evict_for(self, num_bytes: int, newest: int) -> bool:
         """Evicts the least recently used so that `num_bytes` fit; files used at `newest` or later stay.
@@ -327,7 +327,7 @@ class DiskTier:
     def _save_recency(self) -> None:
         touched, self._touched = self._touched, {}
         if touched:
-            self.queue.change(partial(self._store.touch, touched))
+            self.queue.change(partial(self.store.touch, touched))
 
     # ------------------------------------------------------------------------------------------------- writing
 
@@ -354,7 +354,7 @@ class DiskTier:
         place, used_at = self._use(target)
         start, stop = segment.start, len(target.tokens)
         if missing := list(gaps(self.tree.covered(place, start, stop), start, stop)):
-            image = self._store.image(segment, None)
+            image = self.store.image(segment, None)
             new = [self._new_file(target.namespace, *gap, image, used_at) for gap in missing]
             self._write(target.tokens, image, new, place)
 
@@ -370,7 +370,7 @@ class DiskTier:
         if stored is not None and stored.start <= start and (recurrent is None or stored.has_recurrent):
             return
         try:
-            image = self._store.image(window, recurrent)
+            image = self.store.image(window, recurrent)
         except Unstorable as error:
             logger.debug("not kept on disk: %s", error)
             return
@@ -407,7 +407,7 @@ class DiskTier:
         """Deletes all, or one namespace, and overwrites its indexed tokens."""
         self.notice_written()
         self._drop(self.tree.files(namespace))
-        self.queue.change(self._store.scrub)
+        self.queue.change(self.store.scrub)
 
     # ---------------------------------------------------------------------------------------------------- ending
 
@@ -424,4 +424,4 @@ class DiskTier:
         self.flush(None)
         self.queue.close()
         self.reader.close()
-        self._store.close()
+        self.store.close()

@@ -168,6 +168,10 @@ class DiskNode(TokenNode):
         return [file for file in (self.rows, self.snapshot) if file is not None]
 
     @property
+    def last_used(self) -> int:
+        return max((file.last_used for file in self.files), default=0)
+
+    @property
     def num_bytes(self) -> int:
         rows = FilePart(self.rows, self.start, self.stop).num_bytes if self.rows is not None else 0
         return rows + (self.snapshot.num_bytes if self.snapshot is not None else 0)
@@ -284,6 +288,10 @@ class DiskTree:
                 waiting.append(iter(node.children.values()))
         return nodes[:max_edges], len(nodes) > max_edges or trie.num_nodes > MAX_VISITED
 
+    def nodes(self) -> Iterator[DiskNode]:
+        """Every edge, parents first."""
+        return (node for trie in self._tries.values() for node in trie.nodes())
+
     def namespaces(self) -> list[str]:
         """The namespaces with files."""
         return list(self._tries)
@@ -292,7 +300,7 @@ class DiskTree:
         """Texts of the conversations used last, the latest at the end; a shared beginning is in one only."""
         nodes = itertools.islice(self.find_trie(namespace).nodes(), MAX_READ_EDGES)
         leaves = [node for node in nodes if not node.children]
-        leaves.sort(key=lambda leaf: max((file.last_used for file in leaf.files), default=0), reverse=True)
+        leaves.sort(key=lambda leaf: leaf.last_used, reverse=True)
         texts, seen = list[TokenArray](), set[DiskNode]()
         for leaf in leaves:
             new = [node for node in leaf.path() if node not in seen]
@@ -316,7 +324,7 @@ class DiskTree:
             held_bytes = sum(file.num_bytes for file in self.files(trie.namespace))
             assert held_bytes == trie.num_bytes, f"{held_bytes} bytes on disk, {trie.num_bytes} counted"
         assert self.num_bytes == sum(trie.num_bytes for trie in self._tries.values())
-        files = {file for trie in self._tries.values() for node in trie.nodes() for file in node.files}
+        files = {file for node in self.nodes() for file in node.files}
         assert files == set(self._ends) == self._order.files(), "a file is missing from tree, ends or LRU order"
         for file in files:
             assert any(file in node.files for node in self._nodes_of(file)), f"{file} is not on its nodes"

@@ -203,9 +203,11 @@ class Segment:
         return self if start <= self.start else self.split(start)[1]
 
     def between(self, start: int, stop: int) -> "Segment":
-        """The rows of `[start, stop)`, and no others."""
-        rows = self if stop >= self.stop else self.split(stop)[0]
-        return rows.tail(start)
+        """The rows of `[start, stop)`, which the segment has."""
+        if start <= self.start and self.stop <= stop:
+            return self
+        rows = slice(start - self.start, stop - self.start)
+        return Segment(start, stop, [pack.of_each(lambda array: owned(array[:, :, rows])) for pack in self.packs])
 
     @property
     def can_round(self) -> bool:

@@ -5,16 +5,18 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
+from cache.moving import Departure
 from models.texts import grouped, size_text
 from server.app.config import ServerConfig
 from server.app.keys import read_private
 from server.cli.ask import AskedServer
 from server.engine.messages import on_thread
-from server.engine.moving import ALL, BundleExport, pulled
+from server.engine.moving import ALL, calling, choose
 from server.engine.request import EngineError
 from server.pool.members import Member
 from server.pool.pool import ModelPool
@@ -33,42 +35,41 @@ class Handover:
         self._pool, self.url, self._num_stored = pool, config.handover or "", num_stored
         path = config.handover_key_file
         text = "" if path is None else read_private(Path(path).expanduser(), f"--handover-key-file {path}")[0]
-        self._key = text.strip() or None
-        AskedServer(self.url, self._key)
+        self._server = AskedServer(self.url, text.strip() or None)
         is_in_file = config.cache_disk_bytes is not None
         self._fate = f"which stay in {config.cache_dir}" if is_in_file else "which were only in memory"
-        self._exports: dict[str, BundleExport] = {}
+        self._departures: dict[str, Departure] = {}
 
     async def send(self, seconds: float) -> None:
         """Sends the newest first, as time allows. An error is logged."""
         deadline = time.monotonic() + seconds
         for member in self._pool.members:
             try:
-                await self._send(member, self._export_of(member), deadline)
+                departure = self._departure_of(member)
+                head, texts = await choose(member.engine, member.model.base_id, ALL)
+                blocks = departure.blocks(head, texts, lambda: time.monotonic() < deadline)
+                await on_thread("handover", partial(self._upload, member.source.id, blocks, deadline))
             except Exception as error:  # whatever it is, the server must end
                 logger.warning("handover to %s: %s", self.url, error)
-                del self._exports[member.source.id]  # what arrived is not known
+                del self._departures[member.source.id]  # what arrived is not known
 
-    def _export_of(self, member: Member) -> BundleExport:
-        return self._exports.setdefault(member.source.id, BundleExport(member.engine, member.model.base_id))
+    def _departure_of(self, member: Member) -> Departure:
+        return self._departures.setdefault(member.source.id, Departure(calling(member.engine)))
 
-    async def _send(self, member: Member, export: BundleExport, deadline: float) -> None:
-        if time.monotonic() >= deadline or not await export.begin(ALL):
-            return
-        blocks = pulled(export.blocks(lambda: time.monotonic() < deadline), asyncio.get_running_loop())
-        seconds = min(SILENT_SECONDS, max(deadline - time.monotonic(), 1.0))
-        server, query = AskedServer(self.url, self._key, seconds), {"model": member.source.id, "namespace": ALL}
-        headers = {"Content-Type": "application/x-tar"}
-        await on_thread("handover", partial(server.upload, "/v1/cache/import", query, blocks, headers))
+    def _upload(self, model: str, blocks: Iterator[bytes], deadline: float) -> None:
+        if (first := next(blocks, None)) is not None:
+            self._server.timeout_seconds = min(SILENT_SECONDS, max(deadline - time.monotonic(), 1.0))
+            query, headers = {"model": model, "namespace": ALL}, {"Content-Type": "application/x-tar"}
+            self._server.upload("/v1/cache/import", query, chain([first], blocks), headers)
 
     async def tell(self) -> None:
         """Logs what was sent, and what was not."""
         for member in self._pool.members:
-            export, left = self._export_of(member), 0
+            departure, left = self._departure_of(member), 0
             with contextlib.suppress(EngineError):
-                left = await export.num_left()
-            sums = f"{grouped(export.num_tokens)} tokens, {size_text(export.num_bytes)}"
-            name, num_sent = member.source.id, export.num_conversations
+                left = await member.engine.execute(lambda worker, gone=departure: gone.num_left(worker.prefix_cache))
+            sums = f"{grouped(departure.num_tokens)} tokens, {size_text(departure.num_bytes)}"
+            name, num_sent = member.source.id, departure.num_conversations
             logger.info("conversations of %s handed over to %s: %d (%s)", name, self.url, num_sent, sums)
             if left:
                 logger.warning("conversations of %s not handed over, or not to their end: %d", name, left)

@@ -2,19 +2,17 @@
 
 import contextlib
 import re
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cache import moving
 from cache.budget import UNBOUNDED_BYTES
 from cache.disk import model_folders
-from cache.disk.bundle import END, BundleError, BundleHead, BundleReader, BundleWriter
+from cache.disk.bundle import BundleError, BundleHead, BundleReader
 from cache.disk.folder import DiskStore, find_fingerprint
 from cache.disk.tier import DiskTier
-from cache.moving import Intake
+from cache.moving import CacheCall, Departure, Intake, conversations
 from cache.prefix_cache import PrefixCache
 from models.errors import told_as
 from server.app.config import StartError
@@ -26,12 +24,12 @@ CLOSE_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def _opened(path: Path, fingerprint: str) -> Iterator[PrefixCache]:
-    """A cache without memory over a model's folder, all of it written at the end."""
+def _opened(path: Path, fingerprint: str) -> Iterator[CacheCall]:
+    """Calls functions with a cache without memory over a model's folder, all of it written at the end."""
     tier = DiskTier(DiskStore(path, fingerprint), budget_bytes=UNBOUNDED_BYTES)
     cache = PrefixCache(list, num_slots=1, budget_bytes=0, disk=tier)
     try:
-        yield cache
+        yield lambda function, *given: function(cache, *given)
     finally:
         cache.end(CLOSE_SECONDS)
 
@@ -43,18 +41,12 @@ def export_folder(cache_dir: str | None, model: str | None, namespace: str, file
         there = ", ".join(folder.path.name for folder in folders) or "none"
         raise StartError(f"no server answers; of the folders in {parent}, name one with --model: {there}")
     folder = named_folder(model, folders) if model is not None else folders[0]
-    fingerprint, writer = find_fingerprint(folder.path), BundleWriter()
-    with _opened(folder.path, fingerprint or "") as cache:
-        texts = moving.conversations(cache, is_of(namespace))
-        file.write(writer.head(BundleHead(folder.model, fingerprint or "")))
-        for piece in moving.Departure(cache).pieces(texts):
-            if piece is None:
-                time.sleep(0.001)
-            else:
-                file.writelines(writer.piece(*piece.packed()))
-    if not writer.num_pieces:
+    fingerprint = find_fingerprint(folder.path) or ""
+    with _opened(folder.path, fingerprint) as call:
+        texts = call(conversations, is_of(namespace))
+        file.writelines(Departure(call).blocks(BundleHead(folder.model, fingerprint), texts))
+    if not file.tell():
         raise StartError(f"{folder.path} keeps nothing of this namespace; --namespace all exports every one")
-    file.write(END)
 
 
 def import_folder(cache_dir: str | None, namespace: str, file: BinaryIO) -> tuple[dict[str, Any], str]:
@@ -67,8 +59,8 @@ def import_folder(cache_dir: str | None, namespace: str, file: BinaryIO) -> tupl
             raise BundleError("this is no bundle of a model's state")
     path = model_folders.place(parent, head.model, head.fingerprint)
     fingerprint = find_fingerprint(path) or head.fingerprint
-    with _opened(path, fingerprint) as cache:
-        intake = Intake(lambda function, *given: function(cache, *given), into(namespace))
+    with _opened(path, fingerprint) as call:
+        intake = Intake(call, into(namespace))
         try:
             intake.take(reader, fingerprint)
         except BundleError as error:

@@ -209,7 +209,7 @@ def wait_until_read(ahead: Prefetch) -> None:
 
 def close_if_open(tier: DiskTier) -> None:
     """Closes a tier unless the test has."""
-    if not tier._store._lock.closed:
+    if not tier.store._lock.closed:
         tier.close()
 
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -18,7 +19,7 @@ from typing_extensions import TypedDict
 from cache.budget import PinLimit
 from cache.disk.bundle import BundleError, BundleTooLarge
 from cache.disk.index import DiskWrites
-from cache.moving import NoRoom
+from cache.moving import Departure, Intake, NoRoom
 from cache.views import CacheView, EdgeDetail, EdgeView, NamespaceView, StateBytes, Traced
 from models.adapter import client_namespace
 from models.errors import InvalidParameter
@@ -31,7 +32,7 @@ from server.api.record import RequestRecord
 from server.api.wire import JsonBody, body_of, number_asked
 from server.engine import commands
 from server.engine.engine import Engine
-from server.engine.moving import BundleExport, BundleImport
+from server.engine.moving import calling, choose, into, take_in
 from server.engine.request import EngineError
 from server.pool.names import ModelNotLoaded, PoolError
 from server.pool.served import ServedModel
@@ -313,12 +314,14 @@ async def export_conversations(request: Request) -> Response:
     """Streams a session, or all of a namespace; raises ApiError (403, 404)."""
     check_owner(request, "moves conversations")
     (model, engine, states), session_id = asked_model(request), request.query_params.get("session")
-    outgoing, namespace = BundleExport(engine, model.base_id), visible_namespace(request)
-    if not await outgoing.begin(namespace if session_id is None else states, session_id):
+    namespace = visible_namespace(request) if session_id is None else states
+    head, texts = await choose(engine, model.base_id, namespace, session_id)
+    blocks = Departure(calling(engine)).blocks(head, texts)
+    if (first := await asyncio.to_thread(next, blocks, None)) is None:
         raise ApiError(Code.SESSION_NOT_FOUND, _cannot_leave(request, session_id), "session")
     headers = {"Content-Disposition": 'attachment; filename="conversations.tar"'}
-    headers["X-Left-Out-Tokens"] = str(outgoing.head.left_out_tokens)
-    return StreamingResponse(outgoing.blocks(), media_type=BUNDLE_TYPE, headers=headers)
+    headers["X-Left-Out-Tokens"] = str(head.left_out_tokens)
+    return StreamingResponse(chain([first], blocks), media_type=BUNDLE_TYPE, headers=headers)
 
 
 async def import_conversations(request: Request) -> Response:
@@ -327,13 +330,12 @@ async def import_conversations(request: Request) -> Response:
     context, (model, engine, _) = context_of(request), asked_model(request)
     context.running_engine(model)
     max_bytes = context.config.cache_disk_bytes or engine.stats().cache.budget_bytes
-    incoming = BundleImport(engine, visible_namespace(request))
-    intake, error, code = incoming.intake, "", Code.INVALID_VALUE
+    intake, error, code = Intake(calling(engine), into(visible_namespace(request))), "", Code.INVALID_VALUE
     kinds: dict[type[Exception], Code] = {BundleTooLarge: Code.BODY_TOO_LARGE, NoRoom: Code.INSUFFICIENT_STORAGE}
     try:
         if int(request.headers.get("content-length", "0")) > max_bytes:
             raise BundleTooLarge(f"the bundle has more than the {max_bytes} bytes that this server keeps")
-        await incoming.take(request.stream(), max_bytes)
+        await take_in(engine, intake, request.stream(), max_bytes)
     except (BundleError, ClientDisconnect) as raised:
         error = str(raised) or "the client left"
         code = kinds.get(type(raised), code)
@@ -342,8 +344,7 @@ async def import_conversations(request: Request) -> Response:
     logger.info("conversations of %s taken in: %s%s", model.id, counts, f"; then: {error}" if error else "")
     if error:
         raise ApiError(code, f"{error}; conversations kept before that: {counts}")
-    kept = len(intake.kept)
-    return JsonBody(body_of(ImportedBody, intake, object="cache.imported", model=model.id, conversations=kept))
+    return JsonBody(body_of(ImportedBody, intake, object="cache.imported", model=model.id))
 
 
 def asked_model(request: Request) -> tuple[ServedModel, Engine, str]:

@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.disk.bundle import (
-    END,
     MAX_PIECE_BYTES,
     BundleError,
     BundleHead,
     BundlePiece,
     BundleReader,
     BundleTooLarge,
-    BundleWriter,
+    bundled,
 )
 from cache.disk.files import Receipt
 from tests.support.bundles import reader_of
@@ -43,8 +42,12 @@ PIECES = [
 
 
 def written(pieces: list[tuple[BundlePiece, bytes]] = PIECES, head: BundleHead = HEAD) -> bytes:
-    writer = BundleWriter()
-    return b"".join([writer.head(head), *(part for one in pieces for part in writer.piece(*one)), END])
+    return b"".join(bundled(head, pieces))
+
+
+HEAD_BYTES = 2 * 512
+"""The first member."""
+END = bytes(2 * 512)
 
 
 def test_what_is_written_is_read() -> None:
@@ -113,10 +116,9 @@ def member(name: str, data: bytes, change: Callable[[tarfile.TarInfo], object] =
 def with_fields(**changed: object) -> bytes:
     """A bundle whose first piece says something else."""
     whole = written()
-    head_bytes = len(BundleWriter().head(HEAD))
-    text = whole[head_bytes + 512 :]
+    text = whole[HEAD_BYTES + 512 :]
     fields = json.loads(text[: text.index(b"\0")])
-    return whole[:head_bytes] + member("000000.json", json.dumps({**fields, **changed}).encode()) + whole[-len(END) :]
+    return whole[:HEAD_BYTES] + member("000000.json", json.dumps({**fields, **changed}).encode()) + END
 
 
 RECEIPT = {"num_bytes": 3, "header_bytes": 8, "checksums_bytes": 16, "digest": "00" * 16}
@@ -155,7 +157,7 @@ def test_a_piece_that_contradicts_itself_is_refused(changed: dict[str, object]) 
 @pytest.mark.parametrize("name", ["../000000.json", "/etc/passwd", "000001.json", "bundle.json", "a\nb"])
 def test_names_lead_nowhere(name: str) -> None:
     with pytest.raises(BundleError, match=r"stands where 000000\.json is expected"):
-        read_all(BundleWriter().head(HEAD) + member(name, b"{}") + END)
+        read_all(written()[:HEAD_BYTES] + member(name, b"{}") + END)
 
 
 @pytest.mark.parametrize(
@@ -166,18 +168,17 @@ def test_only_plain_files_are_members(kind: bytes) -> None:
         info.type, info.linkname = kind, "elsewhere"
 
     with pytest.raises(BundleError, match="expected"):
-        read_all(BundleWriter().head(HEAD) + member("000000.json", b"{}", change) + END)
+        read_all(written()[:HEAD_BYTES] + member("000000.json", b"{}", change) + END)
 
 
 @pytest.mark.parametrize("num_bytes", [10 << 30, MAX_PIECE_BYTES + 1])
 def test_a_piece_of_ten_gigabytes_is_refused_by_its_head(num_bytes: int) -> None:
-    writer = BundleWriter()
     huge = replace(PIECES[0][0], receipt=Receipt(num_bytes, 8, 16, bytes(16)))
-    text = b"".join(writer.piece(huge, b"")[:3])
+    begun = b"".join(bundled(HEAD, [(huge, b"")]))[: -len(END) - 512]
     info = tarfile.TarInfo("000000.safetensors")
     info.size = num_bytes
     read = list[int]()
-    stream = io.BytesIO(writer.head(HEAD) + text + info.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20))
+    stream = io.BytesIO(begun + info.tobuf(tarfile.GNU_FORMAT) + bytes(1 << 20))
 
     def counted() -> bytes:
         read.append(4096)

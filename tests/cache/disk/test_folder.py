@@ -146,7 +146,7 @@ def test_what_another_thread_has_read_can_be_used_when_the_thread_is_gone(tier: 
     assert tier.flush(120)
     span, snapshot = find_span(tier, SECRET), find_snapshot(tier, SECRET)
     assert span is not None and snapshot is not None and snapshot.has_recurrent
-    store = tier._store
+    store = tier.store
     assert store is not None
     with ThreadPoolExecutor(1) as reader:
         rows, _ = reader.submit(store.read, span.parts[0]).result()

@@ -102,7 +102,7 @@ def test_what_came_since_follows(client: httpx.Client, heir: httpx.Client, servi
     async def run() -> tuple[list[dict[str, str]], int]:
         await asyncio.to_thread(converse, client, "one", 2, "a")
         await handover.send(60.0)
-        (export,) = handover._exports.values()
+        (export,) = handover._departures.values()
         before = export.num_bytes
         later = await asyncio.to_thread(converse, client, "two", 3, "a")
         await handover.send(60.0)
@@ -150,7 +150,7 @@ def test_time_that_runs_out_leaves_the_oldest(
     class Clock:
         @staticmethod
         def monotonic() -> float:
-            has_begun_second = any(export.num_conversations > 1 for export in handover._exports.values())
+            has_begun_second = any(export.num_conversations > 1 for export in handover._departures.values())
             return 100.0 if has_begun_second else 0.0
 
     monkeypatch.setattr(handover_module, "time", Clock)

@@ -8,7 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cache import moving
 from cache.disk import model_folders
+from cache.disk.files import write_to
 from server.app.config import ServerConfig
 from server.cli import ask as ask_module
 from server.cli.main import execute
@@ -82,6 +84,26 @@ def test_a_damaged_bundle_leaves_what_was_before_it(parent: Path, capsys: pytest
 
 
 @pytest.mark.usefixtures("alone")
+def test_damage_on_disk_costs_what_lies_after_it_in_a_conversation(
+    parent: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moving, "PIECE_BYTES", 1)  # pieces of 256 tokens
+    file, here, there = str(parent / "b.tar"), parent / "here", str(parent / "there")
+    largest = max(here.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    assert run(capsys, "export", "--all", file, "--cache-dir", str(here), "--namespace", "all")[0] == 0
+    assert "stays here: the data are damaged" in caplog.text
+    status, out, _ = run(capsys, "import", file, "--cache-dir", there, "--namespace", "all", "--json")
+    assert (status, json.loads(out)["tokens"]) == (0, 256 + len(OTHER)), "the damage is in the second piece"
+    assert kept(parent / "there" / "qwen-0123456789abcdef") == [False, True]
+
+
+@pytest.mark.usefixtures("alone")
 def test_names_of_a_bundle_lead_out_of_no_folder(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, there = parent / "b.tar", parent / "there"
     assert run(capsys, "export", "--all", str(file), "--cache-dir", str(parent / "here"))[0] == 0
@@ -150,7 +172,9 @@ def test_a_server_that_breaks_off_leaves_no_file(
     server: httpx.Client, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     converse(server, "broken", 2)
-    monkeypatch.setattr("cache.moving.write_to", lambda *given: 1 / 0)
+    monkeypatch.setattr(moving, "PIECE_BYTES", 1)  # pieces of 256 tokens
+    writes = iter([write_to])
+    monkeypatch.setattr(moving, "write_to", lambda *given: next(writes)(*given))
     status, _, err = run(capsys, "export", "broken", str(tmp_path / "b.tar"), "--url", str(server.base_url))
     assert status == 1 and "broke off in the middle" in err
     assert not list(tmp_path.iterdir())
