@@ -202,9 +202,8 @@ class _State:
     def _of_memory(self, start: int, stop: int, is_snapshot: bool, *state: Any) -> LeavingPiece:
         """Raises Unstorable."""
         image = StateImage(*state)
-        return LeavingPiece(
-            self._of, start, stop, is_snapshot, lambda: (image.tensors(start, stop), image.metadata())
-        )
+        tensors = image.tensors(start, stop), image.metadata()
+        return LeavingPiece(self._of, start, stop, is_snapshot, lambda: tensors)
 
     def _of_disk(self, part: FilePart) -> LeavingPiece:
         disk = self._cache.memory.disk
@@ -294,10 +293,6 @@ class Intake:
         """The last piece of each conversation."""
         self.num_tokens = self.num_bytes = self.new_bytes = 0
         """Of what is kept; `new_bytes` of what was not kept before."""
-
-    @property
-    def num_conversations(self) -> int:
-        return len(self.kept)
 
     def take(self, reader: BundleReader, fingerprint: str) -> None:
         """Raises BundleError where it ends early; what came before is kept."""

@@ -70,7 +70,7 @@ class Manifest:
         with self._lock:
             with told_as(StoreError, self._fault):
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                lock = open(f"{self.path}.lock", "ab", opener=_as_owner)  # noqa: SIM115
+                lock = open(f"{self.path}.lock", "ab", opener=as_owner)  # noqa: SIM115
             with lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 yield
@@ -107,7 +107,7 @@ class Manifest:
         text = json.dumps({"version": VERSION, "models": records}, indent=2, ensure_ascii=False).encode() + b"\n"
         beside = self.path.with_name(f"{FILE_NAME}.new")
         with told_as(StoreError, self._fault):
-            with open(beside, "wb", opener=_as_owner) as file:
+            with open(beside, "wb", opener=as_owner) as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -119,7 +119,8 @@ class Manifest:
                 os.close(folder)
 
 
-def _as_owner(path: str, flags: int) -> int:
+def as_owner(path: str, flags: int) -> int:
+    """For `open`: only the owner reads a new file; follows no link."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from models.errors import told_as
+from models.store.manifest import as_owner
 from models.texts import grouped, size_text
 from server.app.config import ConfigError, StartError
 from server.app.keys import namespace_of_key
@@ -43,7 +44,7 @@ def export_bundle(
         with (
             _stoppable("no file is left"),
             told_as(StartError, f"{path} cannot be written"),
-            open(part, "wb", opener=_private) as file,
+            open(part, "wb", opener=as_owner) as file,
         ):
             try:
                 query = {"session": session, "model": model, "namespace": namespace}
@@ -99,10 +100,6 @@ def _stoppable(left: str) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo(f"\nmlx-serve: stopped; {left}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _wanted(namespace: str | None, server: AskedServer) -> str:

@@ -65,10 +65,6 @@ def import_folder(cache_dir: str | None, namespace: str, file: BinaryIO) -> tupl
             intake.take(reader, fingerprint)
         except BundleError as error:
             raise StartError(f"{error}; conversations kept before that: {len(intake.kept)}") from error
-    sums = {
-        "conversations": len(intake.kept),
-        "tokens": intake.num_tokens,
-        "bytes": intake.num_bytes,
-        "new_bytes": intake.new_bytes,
-    }
-    return {"object": "cache.imported", "model": head.model, **sums}, str(path)
+    sums = {"tokens": intake.num_tokens, "bytes": intake.num_bytes, "new_bytes": intake.new_bytes}
+    kept = {"object": "cache.imported", "model": head.model, "conversations": len(intake.kept), **sums}
+    return kept, str(path)

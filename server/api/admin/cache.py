@@ -339,12 +339,12 @@ async def import_conversations(request: Request) -> Response:
     except (BundleError, ClientDisconnect) as raised:
         error = str(raised) or "the client left"
         code = kinds.get(type(raised), code)
-    is_new = intake.new_bytes > 0 or not intake.kept
-    counts = f"{len(intake.kept)} ({grouped(intake.num_tokens)} tokens{'' if is_new else ', all there before'})"
+    kept, is_new = len(intake.kept), intake.new_bytes > 0 or not intake.kept
+    counts = f"{kept} ({grouped(intake.num_tokens)} tokens{'' if is_new else ', all there before'})"
     logger.info("conversations of %s taken in: %s%s", model.id, counts, f"; then: {error}" if error else "")
     if error:
         raise ApiError(code, f"{error}; conversations kept before that: {counts}")
-    return JsonBody(body_of(ImportedBody, intake, object="cache.imported", model=model.id))
+    return JsonBody(body_of(ImportedBody, intake, object="cache.imported", model=model.id, conversations=kept))
 
 
 def asked_model(request: Request) -> tuple[ServedModel, Engine, str]:
