@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, Route, expect
+from playwright.sync_api import BrowserContext, FilePayload, Page, Route, expect
 
 from server.api.app import create_pool_app
 from server.app.config import ServerConfig
@@ -178,6 +178,52 @@ def test_files_given_while_others_are_read_are_all_kept(page: Page) -> None:
     expect(page.locator(".attached")).to_contain_text("notes.txt")
     page.evaluate("() => window.__readImage()")
     expect(page.locator(".attached li")).to_have_count(2)
+
+
+def test_a_file_that_cannot_be_taken_leaves_the_others(page: Page) -> None:
+    given = [("a.txt", b"violet"), ("more.bin", b"\0\1"), ("b.txt", b"door")]
+    files: list[FilePayload] = [{"name": name, "mimeType": "text/plain", "buffer": data} for name, data in given]
+    page.get_by_label("Add files").set_input_files(files)
+    expect(page.locator("#toasts")).to_contain_text("more.bin is neither a text nor an image")
+    expect(page.locator(".attached summary")).to_contain_text(["a.txt", "b.txt"])
+
+
+def test_each_line_of_a_question_has_its_own_direction(page: Page) -> None:
+    say(page, "שלום\ndef f():")
+    left_of = """(p, text) => {
+        const range = document.createRange();
+        const at = p.firstChild.data.indexOf(text);
+        range.setStart(p.firstChild, at);
+        range.setEnd(p.firstChild, at + 1);
+        return range.getBoundingClientRect().left;
+    }"""
+    question = page.locator(".message.user .plain")
+    assert question.evaluate(left_of, "def") < question.evaluate(left_of, ":")
+    assert question.evaluate(left_of, "ש") > question.evaluate(left_of, "ם")
+
+
+def test_another_way_is_shown_from_where_it_begins(page: Page, engine: FakeEngine) -> None:
+    engine.script = Script(texts=("Well.\n\n" * 60,))
+    say(page, "At length")
+    engine.script = Script(texts=("Well.",))
+    page.locator(".message.user").get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit the message").fill("Briefly")
+    page.get_by_role("button", name="Send as another way").click()
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    expect(page.locator(".message.assistant .text")).to_have_text("Well.")
+    page.get_by_role("button", name="Earlier way").click()
+    expect(page.locator(".message.user")).to_contain_text("At length")
+    expect(page.get_by_role("button", name="Later way")).to_be_in_viewport()
+
+
+def test_a_chat_is_deleted_only_by_who_means_it(page: Page) -> None:
+    say(page, "Where is the violet door?")
+    delete = page.get_by_role("button", name="Delete Where is the violet door?")
+    for answer, left in (("Cancel", 1), ("Delete", 0)):
+        delete.click()
+        page.get_by_role("dialog").get_by_role("button", name=answer).click()
+        expect(page.get_by_role("dialog")).to_have_count(0)
+        expect(page.locator(".chats li")).to_have_count(left)
 
 
 def test_all_chats_are_searched_and_some_are_pinned(page: Page) -> None:

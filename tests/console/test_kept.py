@@ -331,6 +331,14 @@ def test_what_waits_for_a_stopped_answer_is_sent_when_it_is_asked_for(page: Page
     is_whole(page)
 
 
+def test_escape_in_the_editor_does_not_stop_an_answer(page: Page, engine: FakeEngine) -> None:
+    begin(page)
+    page.locator(".message.user").get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit the message").press("Escape")
+    expect(field_of(page)).to_be_focused()
+    end(engine, page)
+
+
 def test_an_answer_that_was_stopped_is_gone_on_with(page: Page, engine: FakeEngine) -> None:
     ask(page, "A question")
     wait_for_words(page)

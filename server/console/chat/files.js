@@ -17,11 +17,14 @@ export function isFile(one) {
 
 /**
  * Reads files as `{kind: "image", name, size, url}` with a data URL, or `{kind: "text", name, size, text}`.
- * Throws a sentence for what is neither, or too large; `seesImages` is false for a model that sees none.
+ * Returns those as `taken`, and as `refused` a sentence for each fault: neither image nor text, too large, or an image
+ * for a model that sees none (`seesImages` is false).
  */
 export async function read(files, have, seesImages) {
-  if (have + files.length > MAX_FILES) throw new Error(`A message takes ${MAX_FILES} files at most.`);
-  return Promise.all([...files].map((file) => readOne(file, seesImages)));
+  if (have + files.length > MAX_FILES) return { taken: [], refused: [`A message takes ${MAX_FILES} files at most.`] };
+  const all = await Promise.allSettled([...files].map((file) => readOne(file, seesImages)));
+  const taken = all.filter((one) => one.status === "fulfilled").map((one) => one.value);
+  return { taken, refused: [...new Set(all.filter((one) => one.reason).map((one) => one.reason.message))] };
 }
 
 async function readOne(file, seesImages) {

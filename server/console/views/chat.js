@@ -8,7 +8,7 @@ import { markdown } from "../chat/render.js";
 import { Store } from "../chat/store.js";
 import { Window } from "../chat/window.js";
 import { Questions, reasonOf } from "../lib/api.js";
-import { copy, h, openDialog, update } from "../lib/dom.js";
+import { confirmed, copy, h, openDialog, update } from "../lib/dom.js";
 import { count, counted, ms, rate, seconds, sessionLink } from "../lib/format.js";
 import { waitOf } from "../lib/names.js";
 import { bar } from "./now.js";
@@ -297,7 +297,8 @@ function mount(root, app) {
     else app.navigate(`#/chat/new`);
   }
 
-  async function remove(id) {
+  async function remove({ id, title }) {
+    if (!(await confirmed(`Delete “${title || "untitled"}”? Nothing brings it back; Export keeps a copy.`, "Delete"))) return;
     const one = await load(id);
     if (one) one.isRemoved = true;
     for (const node of one ? unfinished(one) : []) answers.stop(node);
@@ -377,15 +378,14 @@ function mount(root, app) {
   async function addFiles(given) {
     await shown.promise;
     const conversation = chat;
-    try {
-      await listed;
-      const more = await read(given, files.length, seesImages());
-      if (chat !== conversation) throw new Error("The files were not added: another chat is shown now.");
-      files = [...files, ...more];
+    await listed;
+    const { taken, refused } = await read(given, files.length, seesImages());
+    if (chat !== conversation) refused.push("The files were not added: another chat is shown now.");
+    else if (taken.length) {
+      files = [...files, ...taken];
       saveDraft();
-    } catch (error) {
-      app.toast(error.message);
     }
+    refused.forEach(app.toast);
     drawAttached();
     input.focus();
   }
@@ -543,6 +543,8 @@ function mount(root, app) {
 
   function endEditing(node) {
     editing = null;
+    // What had the keyboard goes.
+    input.focus({ preventScroll: true });
     store.keepDraft(node.id, "").catch(() => {});
   }
 
@@ -622,7 +624,7 @@ function mount(root, app) {
           h("a", { href: `#/chat/${one.id}`, title: one.title, "aria-current": one.id === chat.id ? "true" : null }, open.has(one.id) && unfinished(open.get(one.id)).length > 0 && h("b", { role: "img", "aria-label": "is being answered:" }, "● "), one.title || "untitled", found?.get(one.id) && h("small", {}, found.get(one.id))),
           h("button", { type: "button", class: "quiet", "aria-label": `${one.isPinned ? "Unpin" : "Pin"} ${one.title || "untitled"}`, "aria-pressed": String(Boolean(one.isPinned)), onclick: () => pin(one.id) }, one.isPinned ? "★" : "☆"),
           h("button", { type: "button", class: "quiet", "aria-label": `Rename ${one.title || "untitled"}`, onclick: () => rename(one) }, "✎"),
-          h("button", { type: "button", class: "quiet", "aria-label": `Delete ${one.title || "untitled"}`, onclick: () => remove(one.id) }, "✕"),
+          h("button", { type: "button", class: "quiet", "aria-label": `Delete ${one.title || "untitled"}`, onclick: () => remove(one) }, "✕"),
         ),
       )),
     );
@@ -800,6 +802,8 @@ function mount(root, app) {
     const place = ways.indexOf(node);
     const go = (step) => () => {
       choose(chat, ways[place + step]);
+      // The way's own message stays under the pointer, however long what follows is.
+      isFollowing = false;
       keep(chat);
       draw();
     };
@@ -857,9 +861,10 @@ function mount(root, app) {
       store.keepDraft(node.id, editText).catch(() => {});
     }, onkeydown: (event) => {
       if (event.key === "Escape") {
+        // Outside of the editor the key stops the answer.
+        event.stopPropagation();
         endEditing(node);
         draw();
-        input.focus();
       } else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) edited(node, event.target.value);
     } });
     return h(
