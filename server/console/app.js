@@ -86,9 +86,11 @@ function drawStatus() {
   else if (stats) line.textContent = `${stats.status === "ok" ? "up" : stats.status} ${seconds(stats.uptime_seconds)}`;
 }
 
-function giveKey() {
+/** Asks for the key once more; what is shown then asks the server again. */
+async function giveKey() {
   api.isDeclined = false;
-  live.poll();
+  await live.poll();
+  route();
 }
 
 function setTheme(name) {

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,6 +121,11 @@ def test_a_text_and_an_image_go_with_a_question(page: Page, engine: FakeEngine) 
     expect(page.locator(".attached")).to_contain_text("notes.txt")
     give(page, "drop", "more.bin", "application/octet-stream", b"\0\1")
     expect_toast(page, "more.bin is neither a text nor an image")
+    bottom, top = (
+        page.locator(one).evaluate("(one, side) => one.getBoundingClientRect()[side]", side)
+        for one, side in (("#toasts", "bottom"), (".composer", "top"))
+    )
+    assert bottom < top, "the notice hides the form"
     wait_until_kept(page, "(all) => all.some((one) => one.files?.length === 2)")
     page.reload()
     expect(page.locator(".attached li")).to_have_count(2)
@@ -286,6 +292,30 @@ def test_every_setting_is_sent_and_kept(page: Page, engine: FakeEngine) -> None:
     expect(page.get_by_label("Texts that end the answer")).to_have_value("The end\nFinis")
 
 
+def test_an_exported_chat_comes_back_with_its_settings_and_models(page: Page, tmp_path: Path) -> None:
+    page.get_by_text("System message and settings").click()
+    page.get_by_text("More ways to sample").click()
+    temperature, fields = page.get_by_label("Temperature"), page.get_by_label("Other fields of the API")
+    temperature.fill("0.7")
+    fields.fill('{"logit_bias": {"5": -3}}')
+    say(page, "Hello")
+    model = page.locator(".message.assistant .by").inner_text()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export").click()
+    whole = json.loads(Path(download.value.path()).read_text())
+    kept: dict[str, Any] = {"temperature": 0.7, "fields": '{"logit_bias": {"5": -3}}'}
+    assert whole["settings"] == kept
+    spoiled = {"temperature": "hot", "fields": "[1]", "tools": "[", "stop": 3, "effort": {}}
+    for title, settings, shown in (("whole", kept, ("0.7", kept["fields"])), ("spoiled", spoiled, ("", ""))):
+        file = tmp_path / f"{title}.json"
+        file.write_text(json.dumps({**whole, "title": title, "settings": settings}))
+        page.locator(".chats input[type=file]").set_input_files(file)
+        expect(page.locator(".chats li.current")).to_contain_text(title)
+        expect(page.locator(".message.assistant .by")).to_have_text(model)
+        expect(temperature).to_have_value(shown[0])
+        expect(fields).to_have_value(shown[1])
+
+
 def test_a_question_waits_for_its_model_and_says_so(context: BrowserContext) -> None:
     opener = FakeOpener()
     opener.may_finish.clear()
@@ -317,6 +347,8 @@ def test_two_models_answer_side_by_side(page: Page) -> None:
     both = page.locator(".pair .message.assistant")
     expect(both).to_have_count(2)
     expect(both.nth(0)).to_contain_text("another")
+    page.locator(".options select").first.select_option("another")
+    expect(page.get_by_label("Compare with")).to_have_value("")
     for one in (both.nth(0), both.nth(1)):
         expect(one.locator(".text")).to_contain_text("Well.")
     assert problems_of(page) == ""

@@ -18,6 +18,7 @@ from server.api.app import create_pool_app
 from server.api.sessions import MAX_TURNS
 from server.app.config import ServerConfig
 from server.app.service import open_service
+from server.diagnosis.causes import MissReason
 from server.pool.pool import ModelPool
 from tests.console.hostile import BARE, TEXTS
 from tests.support.apps import create_app
@@ -376,6 +377,44 @@ def test_the_owner_sees_what_clients_with_a_key_of_their_own_have(page: Page, de
     expect(page.locator(".view.tree")).not_to_contain_text("Nothing is held yet")
 
 
+def test_a_pin_is_that_of_the_session_s_model(page: Page, demo: str) -> None:
+    key = {"Authorization": "Bearer of the pins"}
+    body = {"messages": [ADA], "max_tokens": 2, "session_id": "pinned"}
+    httpx.post(f"{demo}/v1/chat/completions", json=body, headers=key, timeout=120).raise_for_status()
+    httpx.post(f"{demo}/v1/sessions/pinned/pin", headers=key, timeout=120).raise_for_status()
+    page.goto(f"{demo}/#/sessions")
+    with page.expect_request(re.compile("/v1/cache.*model=demo")):
+        page.get_by_role("link", name="pinned", exact=True).click()
+    with page.expect_request(re.compile("/unpin.*model=demo")):
+        page.get_by_role("button", name="Unpin").click()
+    expect(page.get_by_role("button", name="Pin", exact=True)).to_be_visible()
+
+
+def test_a_chat_leads_to_its_own_tree_when_another_was_shown(page: Page, demo: str) -> None:
+    body = {"messages": [SYSTEM, ADA], "max_tokens": 2, "session_id": "of a key"}
+    key = {"Authorization": "Bearer of the tree"}
+    httpx.post(f"{demo}/v1/chat/completions", json=body, headers=key, timeout=120).raise_for_status()
+    sessions = httpx.get(f"{demo}/v1/sessions").json()["data"]
+    (namespace,) = (one["namespace"] for one in sessions if one["id"] == "of a key")
+    open_chat(page, demo)
+    say(page, "Where is the violet door?" + " Tell me more of it." * 30)
+    page.route("**/v1/cache?*", lambda _: None)  # until it is no longer routed
+    page.goto(f"{demo}/#/tree")
+    expect(page.get_by_text("Asking the server …")).to_be_visible()
+    page.unroute("**/v1/cache?*")
+    page.get_by_label("Namespace").select_option(namespace)
+    expect(page.locator(".whose")).to_contain_text("of a key")
+    page.goto(f"{demo}/#/chat")
+    page.get_by_role("link", name="in the tree").click()
+    expect(page.get_by_label("Namespace")).to_have_value("")
+    expect(page.locator(".whose [aria-pressed=true]")).to_contain_text("Where is the violet door?")
+
+
+def test_every_reason_is_said_in_words() -> None:
+    said = (SOURCE / "views" / "now.js").read_text().partition("const REASONS = {")[2].partition("};")[0]
+    assert set(re.findall(r"^  (\w+): ", said, re.MULTILINE)) == {*MissReason} - {MissReason.COLD}
+
+
 def test_requests_are_a_waterfall_that_can_be_filtered(page: Page, demo: str) -> None:
     page.goto(f"{demo}/#/requests")
     page.get_by_label("Session or id").wait_for()
@@ -687,6 +726,22 @@ def test_a_key_is_asked_for_once(chromium: Browser) -> None:
         expect(page.get_by_text("No conversation yet")).to_be_visible()
         page.reload()
         expect(page.get_by_text("No conversation yet")).to_be_visible()
+        context.close()
+
+
+def test_a_key_that_is_given_late_is_used_by_what_is_shown(chromium: Browser) -> None:
+    app = create_app(FakeEngine(), fake_model(), ServerConfig(api_key="sesame"))
+    with running(app) as address:
+        context = chromium.new_context()
+        page = context.new_page()
+        page.goto(f"{address}/#/chat/new")
+        page.get_by_role("button", name="Not now").click()
+        expect(page.locator("#toasts")).to_contain_text("This server asks for a key: “Give a key” is at the top")
+        expect(page.locator(".options select").first).to_have_value("")
+        page.get_by_role("button", name="Give a key").click()
+        page.get_by_label("Key", exact=True).fill("sesame")
+        page.get_by_role("button", name="Use it").click()
+        expect(page.locator(".options select").first).to_have_value("tiny")
         context.close()
 
 

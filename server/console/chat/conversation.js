@@ -114,12 +114,12 @@ export function imported(text) {
   const found = JSON.parse(text);
   const isText = (value) => typeof value === "string";
   if (found?.format !== "mlx-serve-chat" || typeof found.nodes !== "object" || found.nodes === null) throw new Error("This file is no exported conversation.");
-  const conversation = { ...newConversation(isText(found.model) ? found.model : null), title: isText(found.title) ? found.title.slice(0, 60) : "", system: isText(found.system) ? found.system : "" };
+  const conversation = { ...newConversation(isText(found.model) ? found.model : null), other: isText(found.other) ? found.other : undefined, title: isText(found.title) ? found.title.slice(0, 60) : "", system: isText(found.system) ? found.system : "", settings: importedSettings(found.settings) };
   for (const node of Object.values(found.nodes)) {
     if (!isText(node?.id) || !isText(node.parent) || !["user", "assistant", "tool"].includes(node.role) || !isText(node.content)) throw new Error("A message of this file cannot be read.");
     const calls = Array.isArray(node.tool_calls) ? node.tool_calls.filter((call) => isText(call?.id) && isText(call.name) && isText(call.arguments)) : undefined;
     conversation.nodes[node.id] = {
-      finish: node.run ? "stopped" : undefined, id: node.id, parent: node.parent, role: node.role, content: node.content, created: Number(node.created) || 0,
+      finish: node.run ? "stopped" : isText(node.finish) ? node.finish : undefined, error: isText(node.error) ? node.error : undefined, model: isText(node.model) ? node.model : undefined, id: node.id, parent: node.parent, role: node.role, content: node.content, created: Number(node.created) || 0,
       files: Array.isArray(node.files) ? node.files.filter(isFile).map(({ kind, name, size, url, text }) => ({ kind, name, size: Number(size) || 0, url, text })) : undefined,
       reasoning: isText(node.reasoning) ? node.reasoning : undefined,
       tool_call_id: isText(node.tool_call_id) ? node.tool_call_id : undefined,
@@ -130,7 +130,22 @@ export function imported(text) {
   return conversation;
 }
 
+/** Returns those settings of a file that have the form in which the page keeps them. */
+function importedSettings(given) {
+  const isText = (value) => typeof value === "string";
+  const forms = { effort: isText, stop: (value) => Array.isArray(value) && value.every(isText), tools: (value) => Array.isArray(parsed(value)), fields: (value) => parsed(value)?.constructor === Object };
+  return Object.fromEntries(Object.entries(given ?? {}).filter(([name, value]) => (Object.hasOwn(forms, name) ? forms[name](value) : Number.isFinite(value))));
+}
+
+function parsed(text) {
+  try {
+    return typeof text === "string" ? JSON.parse(text) : null;
+  } catch {
+    return null;
+  }
+}
+
 export function exported(conversation) {
-  const { model, title, system, settings, nodes, chosen } = conversation;
-  return JSON.stringify({ format: "mlx-serve-chat", title, model, system, settings, nodes, chosen }, null, 1);
+  const { model, other, title, system, settings, nodes, chosen } = conversation;
+  return JSON.stringify({ format: "mlx-serve-chat", title, model, other, system, settings, nodes, chosen }, null, 1);
 }

@@ -136,6 +136,8 @@ export class Questions {
 }
 
 async function errorOf(answer) {
+  // The server's own words are for programs.
+  if (answer.status === 401) return new ApiError(401, null, "This server asks for a key: “Give a key” is at the top of the page.");
   let error = {};
   try {
     const body = await answer.json();

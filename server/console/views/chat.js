@@ -634,7 +634,7 @@ function mount(root, app) {
     const known = models.some((one) => one.id === chat.model);
     update(
       options,
-      h("label", {}, "Model ", h("select", { value: chat.model ?? "", onchange: (event) => { chat.model = event.target.value; save(); } },
+      h("label", {}, "Model ", h("select", { value: chat.model ?? "", onchange: (event) => { chat.model = event.target.value; if (chat.other === chat.model) delete chat.other; drawOptions(); save(); } },
         !known && h("option", { value: chat.model ?? "", selected: true }, chat.model ?? "none"),
         models.map((one) => h("option", { value: one.id, selected: one.id === chat.model }, one.id)))),
       models.length > 1 && h("label", {}, "Compare with ", h("select", { value: chat.other ?? "", onchange: (event) => { chat.other = event.target.value || undefined; save(); } },

@@ -18,6 +18,14 @@ const REASONS = {
   tools_changed: "other tools",
   system_changed: "another system message",
   note_moved: "a note moves from message to message",
+  branched: "the conversation went on from an earlier message",
+  model_changed: "another model",
+  namespace_changed: "another key or salt",
+  side_request: "a request beside the conversation, such as one for a title",
+  template: "the model’s template shows an earlier message otherwise",
+  template_changed: "a setting of the model’s template was changed",
+  model_unloaded: "the model was unloaded",
+  disabled: "the request does without the cache",
   no_restore_point: "the model’s state can be restored at few places only",
   cleared: "the cache was cleared",
   restarted: "the server was restarted",
@@ -212,4 +220,4 @@ function misses(stats) {
   );
 }
 
-export { bar };
+export { REASONS, bar };

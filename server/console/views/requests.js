@@ -3,6 +3,7 @@
 import { h, s, update } from "../lib/dom.js";
 import { clock, count, counted, ms, percent, seconds, sessionLink } from "../lib/format.js";
 import { whoseOf } from "../lib/names.js";
+import { REASONS } from "./now.js";
 
 export const view = { id: "requests", title: "Requests", mount };
 
@@ -89,7 +90,7 @@ function mount(root, app) {
       ["Waited", ms(one.queue_ms)],
       ["First token", ms(one.first_ms)],
       ["Ended", one.finish ?? "not yet"],
-      ["Evaluated again", one.lost_tokens ? `${counted(one.lost_tokens, "token")}: ${(one.miss?.reason ?? "").replaceAll("_", " ")}` : "nothing"],
+      ["Evaluated again", one.lost_tokens ? [counted(one.lost_tokens, "token"), REASONS[one.miss?.reason]].filter(Boolean).join(": ") : "nothing"],
     ];
     return h(
       "tr",

@@ -56,15 +56,16 @@ function mount(root, app) {
   async function look(id) {
     const known = list ?? (await app.api.get("v1/sessions"));
     const asked = query(known);
-    const cache = detail ? null : app.api.get(`v1/cache${asked ? `${asked}&` : "?"}limit=0`).catch(() => null);
     const found = await app.api.get(`v1/sessions/${encodeURIComponent(id)}${asked}`);
-    return { list: known, detail: found, pinned: detail ? pinned : new Set((await cache)?.pinned_sessions) };
+    // Pins are those of one model, which has to be loaded.
+    const cache = detail ? null : await app.api.get(`v1/cache${query(known, { limit: 0, model: found.model })}`).catch(() => null);
+    return { list: known, detail: found, pinned: detail ? pinned : new Set(cache?.pinned_sessions) };
   }
 
   /** Names the namespace: the one of the address, or else that of the session that is called so. */
-  function query(known = list) {
+  function query(known = list, more = {}) {
     const found = namespace ?? known?.data.find((one) => one.id === chosen)?.namespace;
-    return found ? `?namespace=${encodeURIComponent(found)}` : "";
+    return `?${new URLSearchParams(found ? { ...more, namespace: found } : more)}`;
   }
 
   async function act(path, said, method = "post") {
@@ -159,7 +160,7 @@ function mount(root, app) {
         {},
         h("button", { type: "button", title: "Its state is not given up for others", onclick: async () => {
           const said = isPinned ? "It may be given up again." : "Its state stays, also that of turns to come.";
-          if (await act(`${path}/${isPinned ? "unpin" : "pin"}${query()}`, said)) isPinned ? pinned.delete(id) : pinned.add(id);
+          if (await act(`${path}/${isPinned ? "unpin" : "pin"}${query(list, { model: detail.model })}`, said)) isPinned ? pinned.delete(id) : pinned.add(id);
           questions.giveUp();
           draw();
           refresh();

@@ -90,7 +90,7 @@ function mount(root, app) {
       isOutdated = true;
       return;
     }
-    if (isFetching || (!isForced && performance.now() < nextFetch)) {
+    if (isFetching || (!isForced && state.cache && performance.now() < nextFetch)) {
       clearTimeout(state.later);
       state.later = setTimeout(() => root.hidden || refresh(), 1000);
       return;
@@ -216,6 +216,7 @@ function mount(root, app) {
   // ------------------------------------------------------------------------------------------------------ drawing
 
   function drawAll() {
+    stage.hidden = !state.cache;
     drawControls();
     drawTime();
     drawSide();
@@ -444,11 +445,11 @@ function mount(root, app) {
         h("label", {}, "Search ", h("input", { type: "search", value: state.text, placeholder: "a text in any prompt", oninput: (event) => search(event.target.value) })),
         h("label", {}, "Width by ", h("select", { value: state.by, onchange: (event) => { state.by = event.target.value; build(); } }, h("option", { value: "conversations" }, "conversations"), h("option", { value: "tokens" }, "tokens"), h("option", { value: "bytes" }, "bytes"))),
         h("label", {}, h("input", { type: "checkbox", onchange: (event) => { state.isWhole = event.target.checked; build(); } }), " every edge, with template tokens"),
-        models.length > 1 && h("label", {}, "Model ", h("select", { value: state.model ?? "", onchange: other("model") }, h("option", { value: "" }, "the first"), models.map((one) => h("option", { value: one.id }, one.id)))),
-        namespaces.length > 1 && h("label", {}, "Namespace ", h("select", { value: state.namespace ?? state.cache.namespace, onchange: other("namespace") }, namespaces.map((one) => h("option", { value: one.namespace }, `${one.namespace || "without a key"} (${count(one.num_nodes)})`)))),
+        models.length > 1 && h("label", {}, "Model ", h("select", { value: state.model ?? state.cache?.model, onchange: other("model") }, models.map((one) => h("option", { value: one.id }, one.id)))),
+        namespaces.length > 1 && h("label", {}, "Namespace ", h("select", { value: state.namespace ?? state.cache.namespace, onchange: other("namespace") }, namespaces.map((one) => h("option", { value: one.namespace }, `${one.namespace ? `key ${one.namespace.slice(0, 8)}…` : "without a key"} (${counted(one.num_nodes, "edge")})`)))),
       ),
       path.length > 1 && h("nav", { class: "path", "aria-label": "Way from the root" }, path.map((edge) => h("button", { type: "button", class: "link", onclick: () => zoom(edge) }, edge.id === null ? "all prompts" : shortened(lineOf(nameOf(edge, sessions)), 32)))),
-      state.error && h("p", { class: "bad" }, state.error),
+      state.error ? h("p", { class: "bad" }, state.error) : !state.cache && h("p", { class: "empty" }, "Asking the server …"),
       state.found && state.tree && h("p", { class: "hint", role: "status" }, `The text is in ${counted(below(state.tree).filter((edge) => edge.id !== null && isLit(edge)).length, "place")}${state.found.isPart ? ", and maybe in more" : ""}.`),
       state.cache && !state.cache.nodes.length && !state.cache.disk_nodes.length && h("p", { class: "empty" }, "Nothing is held yet. ", h("a", { href: "#/now" }, "Now"), " has three things to try."),
       state.cache?.truncated && h("p", { class: "hint" }, `${count(state.cache.nodes.length)} of ${count(state.cache.num_nodes)} edges are shown, those used last.`),
@@ -458,7 +459,7 @@ function mount(root, app) {
   function other(name) {
     return (event) => {
       leave({ ...(name === "model" && { namespace: null }), [name]: event.target.value });
-      drawSide();
+      drawAll();
       refresh(true);
     };
   }
@@ -549,9 +550,7 @@ function mount(root, app) {
 
   async function pin(id) {
     try {
-      const namespace = state.namespace ?? state.cache.namespace;
-      const query = namespace ? `?namespace=${encodeURIComponent(namespace)}` : "";
-      await app.api.post(`v1/sessions/${encodeURIComponent(id)}/pin${query}`);
+      await app.api.post(`v1/sessions/${encodeURIComponent(id)}/pin?${query({ model: state.cache.model })}`);
       app.toast(`The state of ${titleOf(sessions.get(id) ?? { id })} stays.`);
       refresh(true);
     } catch (error) {
@@ -560,13 +559,14 @@ function mount(root, app) {
   }
 
   return {
-    /** Shows the tree, of a session and its model if they are named, the session's edges lit. */
+    /** Shows the tree, of a session and its model if they are named, the session's edges lit: the page's own session. */
     show([session, model] = []) {
       if (session) {
-        if (model && model !== (state.model ?? state.cache?.model)) leave({ model, namespace: null });
+        const isOther = model && model !== (state.model ?? state.cache?.model);
+        if (isOther || state.namespace !== null) leave({ model: model || state.model, namespace: null });
         Object.assign(state, { session, found: null, text: "" });
       }
-      drawSide();
+      drawAll();
       refresh(true);
     },
     /** For measurements: draws a given cache, or what is shown once more, and returns the milliseconds that takes. */
