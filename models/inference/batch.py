@@ -5,7 +5,7 @@ Invariants:
 - Between steps each row's span and window state is in the row's own caches or in one group; a group has only rows of
   the latest step. Recurrent state is merged until the set of rows changes.
 - An error while state moves out of groups loses nothing. An error in a step loses its rows, and all that share
-  buffers with one: their lists of layer caches are emptied, and a step with one of them raises `RowLost`.
+  buffers with one: `Runner.drain` empties their lists of layer caches, and a step with one of them raises `RowLost`.
 - All tokens of a feed join the row's state, until `settle` takes the last back.
 - Groups take memory beyond what their rows reserved only where the caller has some to spare.
 

@@ -15,16 +15,15 @@ tokens (`row.py`), is prepared once all tokens before it are read, and settled b
 - Nothing here keeps a slice of a growing cache: MLX would copy the whole cache at its next update.
 
 When `draft`, `prepare`, `sample`, `start`, `settle` or `DecodeStep.tokens` raises, the live state of every row in
-that step is lost, and of rows that share buffers with one; other rows are unharmed. MLX raises an error of the device
-once, at whatever is evaluated or read next, and then gives garbage for all that was under way: beside a step nothing
-else is to be evaluated. Knows no requests, no text, no stored state.
+that step may be damaged: the caller drops it with `drain`. MLX raises an error of the device once, at whatever is
+evaluated or read next, and then gives garbage for all that was under way: beside a step nothing else is to be
+evaluated. Knows no requests, no text, no stored state.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -114,7 +113,6 @@ class DecodeStep:
     """`[num_samples, vocab_size]`; in a long step until sampled from."""
     sampled: mx.array | None = None
     logprobs: _StepLogprobs | None = None
-    on_error: Callable[[], None] = lambda: None
 
     @property
     def has_sampled(self) -> bool:
@@ -123,11 +121,7 @@ class DecodeStep:
     def tokens(self) -> list[list[int]]:
         """Waits for the step; returns each row's samples."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
-        try:
-            samples = iter(cast(list[int], self.sampled.tolist()))
-        except Exception:
-            self.on_error()
-            raise
+        samples = iter(cast(list[int], self.sampled.tolist()))
         return [list(islice(samples, number)) for number in self.num_sampled]
 
     def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
@@ -277,11 +271,9 @@ class Runner:
         num_fed = [(len(row.known) or 1) + len(row.draft) for row in rows]
         step = DecodeStep(tuple(rows), num_fed, [len(row.draft) + 1 for row in rows], max(num_fed) > 1)
         assert not step.is_long or max(num_fed) <= self.abilities.max_feed_tokens, "a feed is longer than was proven"
-        step.on_error, tokens = partial(self._forget, rows), _inputs(rows, previous)
-        with self._forgetting_on_error(rows):
-            step.logits = self._evaluate(step, tokens, spare_bytes)
-            if samples:
-                self.sample(step, ())
+        step.logits = self._evaluate(step, _inputs(rows, previous), spare_bytes)
+        if samples:
+            self.sample(step, ())
         for row in rows if not step.is_long else ():
             row.known = []
         return step
@@ -290,17 +282,16 @@ class Runner:
         """Samples a step's tokens, which `start` then computes; `masks` as in `BatchSampler.sample`."""
         assert step.logits is not None and step.sampled is None, "a step samples once"
         states = [row.sampling for row in step.rows]
-        with self._forgetting_on_error(step.rows):
-            if step.is_long:
-                self._sampler.release()
-                for row in step.rows:
-                    row.ahead = row.sampling.ahead(row.draft)
-                states = [state for row in step.rows for state in row.ahead]
-            step.logprobs = _StepLogprobs.of(step.logits, [state.params for state in states])
-            step.sampled = self._sampler.sample(step.logits, states, masks)
-            if step.is_long:
-                self._sampler.release()
-                step.logits = None
+        if step.is_long:
+            self._sampler.release()
+            for row in step.rows:
+                row.ahead = row.sampling.ahead(row.draft)
+            states = [state for row in step.rows for state in row.ahead]
+        step.logprobs = _StepLogprobs.of(step.logits, [state.params for state in states])
+        step.sampled = self._sampler.sample(step.logits, states, masks)
+        if step.is_long:
+            self._sampler.release()
+            step.logits = None
 
     def sample_again(
         self, step: DecodeStep, row: DecodeRow, mask: MaskWords | None, *, prompt: TokenIds, generated: TokenIds
@@ -309,18 +300,16 @@ class Runner:
         assert step.logits is not None and step.sampled is not None
         place, sampler = step.rows.index(row), BatchSampler(self._vocab_size)
         row.sampling = row.sampling.after(prompt, generated)
-        with self._forgetting_on_error(step.rows):
-            sampled = sampler.sample(step.logits[place : place + 1], [row.sampling], [mask])
-            step.sampled = mx.concatenate([step.sampled[:place], sampled, step.sampled[place + 1 :]])
-            sampler.release()
+        sampled = sampler.sample(step.logits[place : place + 1], [row.sampling], [mask])
+        step.sampled = mx.concatenate([step.sampled[:place], sampled, step.sampled[place + 1 :]])
+        sampler.release()
 
     def start(self, step: DecodeStep) -> None:
         """Makes the device compute a step's prepared part; does not wait."""
-        with self._forgetting_on_error(step.rows):
-            wanted = [step.logits if step.sampled is None else step.sampled]
-            if step.logprobs is not None:
-                wanted += [step.logprobs.all, step.logprobs.top_ids]
-            mx.async_eval(wanted)  # type: ignore[no-untyped-call]
+        wanted = [step.logits if step.sampled is None else step.sampled]
+        if step.logprobs is not None:
+            wanted += [step.logprobs.all, step.logprobs.top_ids]
+        mx.async_eval(wanted)  # type: ignore[no-untyped-call]
         if step.sampled is None:
             return
         self._num_steps += 1
@@ -336,9 +325,8 @@ class Runner:
         numbers = zip(step.rows, step.num_fed, step.num_sampled, accepted, strict=True)
         stay = {row: num_fed - num_sampled + 1 + num_accepted for row, num_fed, num_sampled, num_accepted in numbers}
         kept = dict(stay)
-        with self._forgetting_on_error(step.rows):
-            for name in self._names(step.rows):
-                self._batches[name].settle(kept)
+        for name in self._names(step.rows):
+            self._batches[name].settle(kept)
         for row, num_accepted in zip(step.rows, accepted, strict=True):
             row.sampling = row.ahead[num_accepted]
             if row.states is not None:
@@ -355,14 +343,13 @@ class Runner:
         assert drafter is not None, "nothing drafts for this model"
         _assert_have_state(rows)
         wanted, drawn = dict(zip(rows, limits, strict=True)), dict[DecodeRow, mx.array]()
-        with self._forgetting_on_error(rows):
-            for batch in self._batches.values():
-                drawn |= self._draft_together(drafter, batch, wanted)
-            for row, limit in wanted.items():
-                if limit and row not in drawn and row.before is not None and _can_draft_alone(row, drafter):
-                    with selecting(self._adapters, row.adapter):
-                        drawn[row] = drafter.draft_alone(row.caches, row.known, row.before, limit)
-            mx.eval(list(drawn.values()))
+        for batch in self._batches.values():
+            drawn |= self._draft_together(drafter, batch, wanted)
+        for row, limit in wanted.items():
+            if limit and row not in drawn and row.before is not None and _can_draft_alone(row, drafter):
+                with selecting(self._adapters, row.adapter):
+                    drawn[row] = drafter.draft_alone(row.caches, row.known, row.before, limit)
+        mx.eval(list(drawn.values()))
         return [cast(list[int], drawn[row].tolist())[:limit] if row in drawn else [] for row, limit in wanted.items()]
 
     def _draft_together(
@@ -379,8 +366,15 @@ class Runner:
             drafted = drafter.draft(layers, first, known, before, num_tokens, count)
         return dict(zip(rows, drafted, strict=True))
 
-    def drain(self) -> None:
-        """Waits for all that was started, and takes its errors: MLX raises an unread one at the next use."""
+    def drain(self, lost: Sequence[DecodeRow] = ()) -> None:
+        """Waits for all that was started, and takes its errors: MLX raises an unread one at the next use.
+
+        Drops the state of `lost`, rows of a step that failed, and of rows that share buffers with one.
+        """
+        for name in self._batches.keys() & self._names(lost):
+            self._batches[name].forget()
+        for row in lost:
+            row.caches.clear()
         for _ in range(_MAX_UNREAD_ERRORS):
             with suppress(Exception):
                 mx.synchronize()
@@ -452,7 +446,7 @@ class Runner:
         return _at(logits[0] if len(logits) == 1 else mx.concatenate(logits), np.argsort(order)[sampled].tolist())
 
     def _names(self, rows: Sequence[DecodeRow]) -> list[int]:
-        return [NO_ADAPTER] if self.abilities.mixes else list(dict.fromkeys([row.adapter for row in rows]))
+        return list(dict.fromkeys([NO_ADAPTER if self.abilities.mixes else row.adapter for row in rows]))
 
     def _calls(
         self, batch: DecodeBatch, rows: Sequence[DecodeRow], places: Mapping[Any, Sequence[int]], spare_bytes: float
@@ -503,21 +497,6 @@ class Runner:
             else:
                 row.before = evaluated.behind[start:stop]
         return evaluated.logits if seen is None else evaluated.logits[seen]
-
-    @contextmanager
-    def _forgetting_on_error(self, rows: Sequence[DecodeRow]) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._forget(rows)
-            raise
-
-    def _forget(self, rows: Sequence[DecodeRow]) -> None:
-        """Drops the state of rows and what they share: it may be damaged."""
-        for name in self._batches.keys() & self._names(rows):
-            self._batches[name].forget()
-        for row in rows:
-            row.caches.clear()
 
 
 def _assert_have_state(rows: Sequence[DecodeRow]) -> None:

@@ -364,7 +364,7 @@ class ShapeRunner(SharesNothing):
     def start(self, step: Sampled) -> None:
         """Steps are done when they are prepared."""
 
-    def drain(self) -> None:
+    def drain(self, lost: list[Row]) -> None:
         """Nothing is under way."""
 
     def detach(self, row: Row) -> None:

@@ -187,11 +187,12 @@ class DecodePipeline:
     def _predict(self, sequences: list[Sequence], wanted: list[int]) -> list[list[int]]:
         """What the drafter drafts; nothing if it fails: the step then shows whose state has survived."""
         assert self._speculation is not None
-        begun = self._clock()
+        rows, begun = [sequence.row for sequence in sequences], self._clock()
         try:
-            drafts = self._runner.draft([sequence.row for sequence in sequences], wanted)
+            drafts = self._runner.draft(rows, wanted)
         except Exception as error:  # of the device
             logger.warning("drafting failed: %s", error)
+            self._runner.drain(rows)
             for sequence in sequences:
                 _drafting(sequence).drafter = None
             return [[] for _ in sequences]
@@ -315,12 +316,12 @@ class DecodePipeline:
         """Replays every row without its live state, unless it alone can be at fault. Raises DeviceLost."""
         self._table.check(error)
         self.forget()
-        self._runner.drain()
         is_long = any(one.row.num_fed > 1 for one in sequences)
         for sequence in sequences if is_long else ():
             # The drafts may be at fault, and must not cost a replay again and again.
             sequence.may_draft &= isinstance(error, RowLost)
         alive = [one for one in dict.fromkeys(sequences) if one in self._table and one.lease is not None]
+        self._runner.drain([one.row for one in alive])
         alive += [one for one in self._table if one.has_lost_state and one not in alive]
         if len(alive) == 1 and not is_long and not isinstance(error, RowLost):
             self._table.fail_step(alive[0], error)

@@ -294,7 +294,7 @@ class FakeRunner(SharesNothing):
             raise step.settle_error
         return [_settle(*each) for each in zip(step.rows, step.feeds, accepted, step.sampled, strict=True)]
 
-    def drain(self) -> None:
+    def drain(self, lost: Sequence[FakeRow] = ()) -> None:
         """Nothing is under way here; a step that failed is never settled."""
         self.unsettled = None
 

@@ -417,6 +417,7 @@ def test_rows_of_a_draft_that_fails_are_decoded_no_more(num_rows: int, monkeypat
         patch.setattr(MtpModule, "__call__", fail_at_the_third)
         with pytest.raises(RuntimeError, match="out of memory"):
             decoding.step([4] * num_rows)
+    decoding.runner.drain(decoding.rows)
     with pytest.raises(RowLost):
         decoding.step([2] * num_rows)
 
@@ -501,6 +502,7 @@ def test_rows_of_a_draft_models_draft_that_fails_are_decoded_no_more(
         patch.setattr(ModelDrafter, "_logits", fail_at_the_third)
         with pytest.raises(RuntimeError, match="out of memory"):
             decoding.step([4] * count)
+    decoding.runner.drain(decoding.rows)
     with pytest.raises(RowLost):
         decoding.step([3] * count)
 

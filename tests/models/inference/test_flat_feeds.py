@@ -456,6 +456,7 @@ def test_a_failing_step_with_drafts_harms_no_row_outside_of_it(monkeypatch: pyte
     model.fails = True
     with pytest.raises(RuntimeError):
         step(rows[1:], [[1, 2], []])
+    runner.drain([row.row for row in rows[1:]])
     model.fails = False
     assert [row.row.is_lost for row in rows] == [False, True, True]
     live = [rows[0], *(Drafting(runner, driver.prompt(length), GREEDY) for length in lengths[1:])]

@@ -381,6 +381,7 @@ def test_a_step_that_fails_when_it_is_read_takes_shared_state_with_it() -> None:
     step.sampled = cast(Any, _Failing())
     with pytest.raises(RuntimeError, match="device"):
         step.tokens()
+    decoding.runner.drain([row.row for row in rows])
     assert groups_of(decoding.runner) == [] and all(row.row.is_lost for row in rows)
 
 

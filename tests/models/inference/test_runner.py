@@ -264,6 +264,7 @@ def test_a_failing_launch_harms_no_row_outside_of_it(name: str, monkeypatch: pyt
     model.fails = True
     with pytest.raises(RuntimeError):
         decoding.step()
+    decoding.runner.drain([victim.row for victim in victims])
     model.fails = False
     decoding.live = [bystander, decoding.join(40)]
     bystander.row.known = [bystander.output[-1]]
@@ -304,6 +305,7 @@ def test_the_runner_lets_go_of_rows_that_are_over(ending: str, monkeypatch: pyte
         model.fails = True
         with pytest.raises(RuntimeError):
             decoding.step()
+        decoding.runner.drain([row.row for row in rows])
     decoding.live, decoding._current = [], None
     rows.clear()
     gc.collect()

@@ -280,7 +280,7 @@ def test_a_row_that_fails_fails_alone(layout: str, part: str) -> None:
 def test_an_error_that_nobody_read_is_taken_before_the_next_step() -> None:
     drained: list[int] = []
     runner = FakeRunner(fault=lambda kind, rows: "read" if kind == "decode" and len(runner.log) == 4 else None)
-    runner.drain = lambda: drained.append(len(runner.log))  # type: ignore[method-assign]
+    runner.drain = lambda lost=(): drained.append(len(runner.log))  # type: ignore[method-assign]
     harness = Harness(runner=runner)
     sinks = [harness.submit(prompt_of(seed, 12), max_tokens=5, ignore_eos=True) for seed in (1, 2)]
     harness.run()
