@@ -215,15 +215,16 @@ class DecodePipeline:
     def _launch(self, sequences: list[Sequence], previous: "DecodeStep | None") -> None:
         rows, known, is_bound = list[Any](), list[tuple[Sequence, list[int]]](), False
         for sequence in sequences:
-            rows.append(sequence.row)
+            row, generated = sequence.row, sequence.output.tokens
+            rows.append(row)
             is_bound |= sequence.output.is_bound
-            if sequence.row.known:
-                known.append((sequence, sequence.row.known))
+            if row.known:
+                known.append((sequence, row.known))
             # Else its token is sampled by `previous`, which is not read.
             elif (forced := sequence.output.forced_token()) is not None:
-                sequence.row.known = [forced]
-                generated = [*sequence.output.tokens, forced]
-                self._runner.force(sequence.row, prompt=sequence.request.tokens, generated=generated)
+                row.known, row.is_forced, generated = [forced], True, [*generated, forced]
+            if row.known and row.is_forced:
+                self._runner.force(row, prompt=sequence.request.tokens, generated=generated)
         spare_bytes = self._table.prefix_cache.reclaimer.spare_bytes
         step = self._runner.prepare(rows, previous, samples=not is_bound, spare_bytes=spare_bytes)
         if self._runner.take_change():
@@ -299,16 +300,7 @@ class DecodePipeline:
                 return None
         for sequence, num_held in zip(sequences, stays, strict=True):
             sequence.log(num_held)
-            if sequence.row.is_forced and sequence.row.known and sequence.output.reason is None:
-                self._try_force(sequence)
         return accepted
-
-    def _try_force(self, sequence: Sequence) -> None:
-        """Has a row sample on after the output, whose last token was not sampled."""
-        try:
-            self._runner.force(sequence.row, prompt=sequence.request.tokens, generated=sequence.output.tokens)
-        except Exception as error:  # of the device, while penalties are made anew
-            self._table.fail_step(sequence, error)
 
     # -- recover
 
