@@ -15,8 +15,9 @@ more step, so that the next turn can restore that token.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listed
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,6 +37,10 @@ Seconds: TypeAlias = Listed[Listed[float]]
 
 MAX_KNOWN_TOKENS = 8
 """A row with more evaluates them first: a rejected draft may add to them."""
+
+
+class _StepLost(Exception):
+    """A step has failed, and its rows are to be replayed."""
 
 
 class DecodePipeline:
@@ -60,62 +65,55 @@ class DecodePipeline:
         return [one for one in ready if one.is_suspect][:1] or ready
 
     def step(self) -> None:
-        """Launches the next step and reads the one before; a long one is read too."""
+        """Plans and launches the next step, and reads the one before; a long one is read too."""
         begun = self._clock()
         if any(one.is_suspect for one in self._sequences):
             self.read()  # a step of another suspect, which fails, must not take this one with it again and again
-        if self._in_flight is None:
-            self._step_known(begun)
-        elif self._may_pay(sequences := self.next_sequences()):
-            self.read()
-            now = self._clock()
-            self._left_seconds = now - begun
-            self._step_known(now)
-        else:
-            looked = self._clock()
-            self._step(sequences)
-            if sequences and self._speculation is not None:
-                self._note(
-                    self._speculation.observe_plain, len(sequences), took=(self._clock() - looked, looked - begun)
-                )
+        with suppress(_StepLost):
+            if self._in_flight is None:
+                self._step_known(begun)
+            elif self._may_pay(sequences := self.next_sequences()):
+                self.read()
+                now = self._clock()
+                self._left_seconds = now - begun
+                self._step_known(now)
+            else:
+                looked = self._clock()
+                self._step(sequences)
+                if sequences and self._speculation is not None:
+                    took = self._clock() - looked, looked - begun
+                    self._note(self._speculation.observe_plain, len(sequences), took=took)
 
     def _step_known(self, begun: float) -> None:
         """A step before which all tokens are known."""
         # What has just ended waits for memory.
         sequences = self._planned([one for one in self.next_sequences() if one.has_memory])
-        rows = [one.row for one in sequences]
-        fed, drafted = [row.num_fed for row in rows], [len(row.draft) for row in rows]
-        accepted = self._step(sequences)
-        if max(fed, default=1) > 1:
-            if accepted is not None and self._speculation is not None:
-                drafting, took = list(map(_drafting, sequences)), self._clock() - begun
-                self._note(self._speculation.learn, drafting, fed, drafted, accepted, took=(took,))
+        fed, drafted = [one.row.num_fed for one in sequences], [len(one.row.draft) for one in sequences]
+        accepted, left_seconds = self._step(sequences), self._left_seconds
+        if not sequences or self._speculation is None:
             return
-        if self._left_seconds is not None and self._speculation is not None and sequences:
+        took = self._clock() - begun
+        if max(fed) > 1:
+            self._note(self._speculation.learn, list(map(_drafting, sequences)), fed, drafted, accepted, took=(took,))
+            return
+        if left_seconds is not None:
             # Where drafts ended plain steps, end and beginning together outlast a step.
-            took = self._left_seconds + self._clock() - begun
-            self._note(self._speculation.observe_resumed, len(sequences), took=(took,))
+            self._note(self._speculation.observe_resumed, len(sequences), took=(left_seconds + took,))
         self._left_seconds = None
 
-    def _step(self, sequences: list[Sequence]) -> list[int] | None:
+    def _step(self, sequences: list[Sequence]) -> list[int]:
         """Launches a step and reads the one before. A long one is read too: returns how much of drafts it accepts."""
-        previous, before = self._in_flight, self._sequences
+        previous, before, accepted = self._in_flight, self._sequences, list[int]()
         self.forget()
-        try:
-            if sequences:
+        if sequences:
+            with self._recovering(
+                [*before, *sequences]
+            ):  # of an error of the step before, which would read as garbage
                 self._launch(sequences, previous)
-        except Exception as error:  # replaying the rows shows which one is at fault
-            # The error may be of the step before, which then would read as garbage.
-            self._recover([*before, *sequences], error)
-            return None
         if previous is not None:
             self._read(previous, before)
-        try:
+        with self._recovering(sequences):
             self._complete()
-        except Exception as error:  # as above
-            self._recover(sequences, error)
-            return None
-        accepted = None
         if (launched := self._in_flight) is not None and launched.is_long:
             self.forget()
             accepted = self._read(launched, sequences)
@@ -129,7 +127,8 @@ class DecodePipeline:
         launched, sequences = self._in_flight, self._sequences
         self.forget()
         if launched is not None:
-            self._read(launched, sequences)
+            with suppress(_StepLost):
+                self._read(launched, sequences)
             self._table.close_finished(_over(sequences))
 
     def forget(self) -> None:
@@ -278,13 +277,10 @@ class DecodePipeline:
 
     # -- read, settle
 
-    def _read(self, step: "DecodeStep", sequences: list[Sequence]) -> list[int] | None:
-        """Takes a step's samples; returns how much of each draft is accepted, None after an error."""
-        try:
+    def _read(self, step: "DecodeStep", sequences: list[Sequence]) -> list[int]:
+        """Takes a step's samples; returns how much of each draft is accepted."""
+        with self._recovering([*sequences, *self._sequences]):
             samples = step.tokens()
-        except Exception as error:  # an error of the device is raised only when the step is waited for
-            self._recover([*sequences, *self._sequences], error)
-            return None
         accepted, now = [0] * len(sequences), self._clock()
         for index, sequence in enumerate(sequences):
             if sequence.output.reason is None and sequence in self._table:  # else the last token was evaluated
@@ -293,16 +289,22 @@ class DecodePipeline:
         # The sample of a plain step is in the layer caches if a newer step, launched already, was fed it.
         stays: list[int] = [one in self._sequences for one in sequences]
         if step.is_long:
-            try:
+            with self._recovering(sequences):
                 stays = self._runner.settle(step, accepted)
-            except Exception as error:  # of the device
-                self._recover(sequences, error)
-                return None
         for sequence, num_held in zip(sequences, stays, strict=True):
             sequence.log(num_held)
         return accepted
 
     # -- recover
+
+    @contextmanager
+    def _recovering(self, sequences: list[Sequence]) -> Iterator[None]:
+        """Around evaluation: an error of the device comes out at whatever is evaluated next. Raises _StepLost."""
+        try:
+            yield
+        except Exception as error:  # replaying the rows shows which one is at fault
+            self._recover(sequences, error)
+            raise _StepLost from error
 
     def _recover(self, sequences: list[Sequence], error: Exception) -> None:
         """Replays every row without its live state, unless it alone can be at fault. Raises DeviceLost."""
