@@ -267,8 +267,8 @@ def measure_step_seconds(
 
 def measure_draft_seconds(drafter: Drafter, caches: Sequence[LayerCache]) -> float:
     """Seconds of one drafted token, for a row with a few tokens in `caches`: the best of some tries."""
-    before = drafter.evaluate(mx.array([[0]]), drafter.make_cache(), [1], [None]).behind
-    draft = partial(drafter.draft_alone, caches, [0], before, _TRIED_TOKENS)
+    (before,) = drafter.evaluate(mx.array([[0]]), drafter.make_cache(), [1], [None]).states
+    draft = partial(drafter.draft_alone, caches, [0], before[1:], _TRIED_TOKENS)
     return min(_seconds_of(draft) for _ in range(_DRAFT_TRIALS)) / _TRIED_TOKENS
 
 

@@ -25,17 +25,15 @@ StatesBefore: TypeAlias = Sequence[mx.array | None]
 
 
 class Evaluated(NamedTuple):
-    """What a call gives for each of its tokens, in one line over all rows; lazy.
+    """What a call gives; lazy.
 
     Evaluating the logits evaluates the drafter's entries too, which nothing else may read.
     """
 
     logits: mx.array
-    """`[num_tokens, vocab_size]`."""
-    before: mx.array
-    """The model's hidden state before each token, `[num_tokens, width]`; width 0 if unneeded."""
-    behind: mx.array
-    """The state after each token."""
+    """`[num_tokens, vocab_size]`, in one line over all rows."""
+    states: list[mx.array]
+    """Each row's hidden states before its first token and after each, `[length + 1, width]`; width 0 if unneeded."""
 
 
 class Drafter(ABC):
@@ -122,11 +120,11 @@ class MtpDrafter(Drafter):
     ) -> Evaluated:
         """As `Drafter.evaluate`."""
         hidden = self._text.model(tokens, cache=list(caches[:-1]))
-        behind = hidden.flatten(0, 1)
-        states = _shifted(behind, lengths, before)
+        states = _states(hidden.flatten(0, 1), lengths, before)
+        earlier = mx.concatenate([row[:-1] for row in states]).reshape(*tokens.shape, -1)
         # Nothing reads its output: of its layer only what makes the entries is computed.
-        self._module(self._text.model.embed_tokens(tokens), states.reshape(*tokens.shape, -1), caches[-1])
-        return Evaluated(_with_entries(self._logits(hidden).flatten(0, 1), caches[-1:]), states, behind)
+        self._module(self._text.model.embed_tokens(tokens), earlier, caches[-1])
+        return Evaluated(_with_entries(self._logits(hidden).flatten(0, 1), caches[-1:]), states)
 
     def _logits(self, hidden: mx.array) -> mx.array:
         output = self._text.lm_head if "lm_head" in self._text else self._text.model.embed_tokens.as_linear
@@ -160,7 +158,7 @@ class ModelDrafter(Drafter):
         # Nothing reads its output: only what makes the entries is computed.
         self._logits(tokens, layers)
         logits = _with_entries(logits.flatten(0, 1), layers)
-        return Evaluated(logits, *[mx.zeros((len(logits), 0))] * 2)
+        return Evaluated(logits, [mx.zeros((length + 1, 0)) for length in lengths])
 
     def _predict(
         self, tokens: mx.array, hidden: mx.array, layers: Sequence[LayerCache], lengths: Sequence[int]
@@ -179,14 +177,11 @@ def drafter_of(loaded: LoadedModel) -> Drafter | None:
     return None if loaded.mtp is None else MtpDrafter(loaded.model, loaded.mtp)
 
 
-def _shifted(behind: mx.array, lengths: Sequence[int], before: StatesBefore) -> mx.array:
-    """The states before each token, from those after it."""
-    parts, stops = list[mx.array](), itertools.accumulate(lengths)
-    for first, length, stop in zip(before, lengths, stops, strict=True):
-        parts.append(mx.zeros_like(behind[:1]) if first is None else first)
-        if length > 1:
-            parts.append(behind[stop - length : stop - 1])
-    return mx.concatenate(parts)
+def _states(behind: mx.array, lengths: Sequence[int], before: StatesBefore) -> list[mx.array]:
+    """As `Evaluated.states`, from the states after each token."""
+    rows = zip(before, lengths, itertools.accumulate(lengths), strict=True)
+    firsts = [(mx.zeros_like(behind[:1]) if first is None else first, stop - num, stop) for first, num, stop in rows]
+    return [mx.concatenate([first, behind[start:stop]]) for first, start, stop in firsts]
 
 
 def _last(rows: mx.array, lengths: Sequence[int]) -> mx.array:

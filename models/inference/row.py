@@ -39,7 +39,10 @@ class DecodeRow:
     shift: int = 0
     """Added to the row's offsets, it gives positions; 0 without pictures."""
     before: mx.array | None = None
-    """With a drafter: hidden states before each known token, `[num_known, width]`."""
+    """With a drafter: hidden states before each known token, `[num_known, width]`.
+
+    Until a step is settled: before each fed token, and after the last.
+    """
     draft: list[int] = field(default_factory=list)
     """A guess at the tokens after the known ones."""
     masks: list[MaskWords | None] = field(default_factory=list)
@@ -48,8 +51,6 @@ class DecodeRow:
     """The last known token was not sampled."""
     ahead: list[RowSampling] = field(default_factory=list)
     """Until a step is settled: the states that draw after the last known token and after each of the draft."""
-    states: mx.array | None = None
-    """Until a step is settled, with a drafter: hidden states before each fed token, and after the last."""
     group: "Group | None" = None
     """Whose buffers hold its span and window rows."""
 

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -103,10 +103,8 @@ class DecodeStep:
     """Samples of each row, to be computed, being computed, or known."""
 
     rows: tuple[DecodeRow, ...]
-    num_fed: list[int]
+    num_fed: Mapping[DecodeRow, int]
     """Tokens that the step evaluates of each row."""
-    num_sampled: list[int]
-    """Samples of each row: after its last known token and after each token of its draft."""
     is_long: bool
     """Some row feeds several tokens."""
     logits: mx.array | None = None
@@ -122,13 +120,13 @@ class DecodeStep:
         """Waits for the step; returns each row's samples."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
         samples = iter(cast(list[int], self.sampled.tolist()))
-        return [list(islice(samples, number)) for number in self.num_sampled]
+        return [list(islice(samples, len(row.draft) + 1)) for row in self.rows]
 
     def logprob(self, index: int, token: int, place: int = 0) -> TokenLogprob | None:
         """The log-probability of `token` as a row's sample `place`; None if not requested. `tokens` comes first."""
         if self.logprobs is None:
             return None
-        row = sum(self.num_sampled[:index]) + place
+        row = sum([len(row.draft) + 1 for row in self.rows[:index]]) + place
         return self.logprobs.read(row, token) if row in self.logprobs.num_top else None
 
 
@@ -217,7 +215,7 @@ class Runner:
         if self._drafter is None:
             return cast(mx.array, self._model(tokens[None], cache=caches)[0])
         evaluated = self._drafter.evaluate(tokens[None], caches, [len(tokens)], [self._state_behind(caches)])
-        state = owned(evaluated.behind[-1:])
+        state = owned(evaluated.states[0][-1:])
         mx.eval(state)
         self._behind[caches[-1]] = _offset(caches), state
         return evaluated.logits
@@ -268,10 +266,11 @@ class Runner:
         rows' own would. Known tokens are the caches' now; in a long step they and drafts stay until it is settled.
         """
         _assert_have_state(rows)
-        num_fed = [(len(row.known) or 1) + len(row.draft) for row in rows]
-        step = DecodeStep(tuple(rows), num_fed, [len(row.draft) + 1 for row in rows], max(num_fed) > 1)
-        assert not step.is_long or max(num_fed) <= self.abilities.max_feed_tokens, "a feed is longer than was proven"
-        step.logits = self._evaluate(step, _inputs(rows, previous), spare_bytes)
+        num_fed = {row: row.num_fed for row in rows}
+        longest = max(num_fed.values())
+        step = DecodeStep(tuple(rows), num_fed, is_long=longest > 1)
+        assert longest == 1 or longest <= self.abilities.max_feed_tokens, "a feed is longer than was proven"
+        step.logits = self._evaluate(step, previous, spare_bytes)
         if samples:
             self.sample(step, ())
         for row in rows if not step.is_long else ():
@@ -322,16 +321,16 @@ class Runner:
         Returns how many tokens of each feed the caches now hold: those that stay, or 0 where all must be fed again.
         """
         assert step.is_long, "a step of one token per row is settled by itself"
-        numbers = zip(step.rows, step.num_fed, step.num_sampled, accepted, strict=True)
-        stay = {row: num_fed - num_sampled + 1 + num_accepted for row, num_fed, num_sampled, num_accepted in numbers}
+        pairs = zip(step.rows, accepted, strict=True)
+        stay = {row: step.num_fed[row] - len(row.draft) + num_accepted for row, num_accepted in pairs}
         kept = dict(stay)
         for name in self._names(step.rows):
             self._batches[name].settle(kept)
         for row, num_accepted in zip(step.rows, accepted, strict=True):
             row.sampling = row.ahead[num_accepted]
-            if row.states is not None:
-                row.before = row.states[kept[row] : stay[row] + 1]
-            row.draft, row.ahead, row.states = [], [], None
+            if row.before is not None:
+                row.before = row.before[kept[row] : stay[row] + 1]
+            row.draft, row.ahead = [], []
         return [kept[row] for row in step.rows]
 
     def draft(self, rows: Sequence[DecodeRow], limits: Sequence[int]) -> list[list[int]]:
@@ -426,41 +425,38 @@ class Runner:
         mx.synchronize()
         mx.clear_streams()
 
-    def _evaluate(self, step: DecodeStep, tokens: mx.array, spare_bytes: float) -> mx.array:
+    def _evaluate(self, step: DecodeStep, previous: DecodeStep | None, spare_bytes: float) -> mx.array:
         """Logits `[num_samples, vocab_size]`."""
-        places = dict(zip(step.rows, _ranges(step.num_fed), strict=True))
-        logits, order = list[mx.array](), list[int]()
+        logits, order = list[mx.array](), list[DecodeRow]()
         for name in self._names(step.rows):
             batch = self._batches[name]
             members = [row for row in step.rows if self.abilities.mixes or row.adapter == name]
-            for caches, called in self._calls(batch, members, places, spare_bytes):
-                called_places = [place for row in called for place in places[row]]
-                if caches is called[0].caches and called[0].draft:
-                    batch.hold(called[0], len(called_places))
-                lengths = [len(places[row]) for row in called]
-                logits.append(self._logits(step, _at(tokens, called_places), caches, called, lengths))
-                order += called_places
+            for caches, rows in self._calls(step, batch, members, spare_bytes):
+                if caches is rows[0].caches and rows[0].draft:
+                    batch.hold(rows[0], step.num_fed[rows[0]])
+                logits.append(self._logits(step, _inputs(rows, previous), caches, rows))
+                order += rows
             batch.advance()
-        pairs = zip(places.values(), step.num_sampled, strict=True)
-        sampled = [place for fed, num_sampled in pairs for place in fed[-num_sampled:]]
-        return _at(logits[0] if len(logits) == 1 else mx.concatenate(logits), np.argsort(order)[sampled].tolist())
+        stops = dict(zip(order, accumulate([step.num_fed[row] for row in order]), strict=True))
+        sampled = [place for row in step.rows for place in range(stops[row] - len(row.draft) - 1, stops[row])]
+        joined = logits[0] if len(logits) == 1 else mx.concatenate(logits)
+        return joined if sampled == list(range(len(joined))) else joined[mx.array(sampled)]
 
     def _names(self, rows: Sequence[DecodeRow]) -> list[int]:
         return list(dict.fromkeys([NO_ADAPTER if self.abilities.mixes else row.adapter for row in rows]))
 
     def _calls(
-        self, batch: DecodeBatch, rows: Sequence[DecodeRow], places: Mapping[Any, Sequence[int]], spare_bytes: float
+        self, step: DecodeStep, batch: DecodeBatch, rows: Sequence[DecodeRow], spare_bytes: float
     ) -> list[tuple[list[LayerCache], list[DecodeRow]]]:
         """Layer caches and rows of each model call."""
-        with_several = [row for row in rows if places[row][1:]]
-        apart = with_several if with_several and not self.abilities.feeds_together else []
-        joining = [row for row in rows if row not in apart] if apart else rows
+        are_apart = step.is_long and not self.abilities.feeds_together
+        apart = [row for row in rows if are_apart and step.num_fed[row] > 1]
+        joining = [row for row in rows if row not in apart]
         if self.abilities.form is Form.ALONE or not joining or (len(joining) == 1 and joining[0].head is None):
             batch.dissolve()
             return [(row.caches, [row]) for row in rows]
-        lengths = [len(places[row]) for row in joining] if with_several and not apart else None
         # Arranging gives the others their state back.
-        layers = batch.arrange(joining, spare_bytes, lengths)
+        layers = batch.arrange(joining, spare_bytes, [step.num_fed[row] for row in joining] if step.is_long else None)
         return [(layers, batch.rows), *((row.caches, [row]) for row in apart)]
 
     def _make_batch(self) -> DecodeBatch:
@@ -473,30 +469,25 @@ class Runner:
         return grouping.plan(*rows_and_groups, costs=self.abilities.costs, spare_tokens=spare_tokens)
 
     def _logits(
-        self, step: DecodeStep, tokens: mx.array, caches: list[LayerCache], rows: list[DecodeRow], lengths: list[int]
+        self, step: DecodeStep, tokens: mx.array, caches: list[LayerCache], rows: list[DecodeRow]
     ) -> mx.array:
         """`[num_tokens, vocab_size]`, of one row's tokens over its own caches, or of a batch's."""
-        is_own = caches is rows[0].caches
+        is_own, lengths = caches is rows[0].caches, [step.num_fed[row] for row in rows]
         inputs, seen = (tokens[None], None) if is_own else inputs_of(tokens, lengths, caches)
         if seen is not None:
             lengths = [inputs.shape[1]] * len(rows)
-        counts = [1] * len(rows) if is_own or seen is not None else lengths
-        adapters = [row.adapter for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-        shifts = [row.shift for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-        shifted = nullcontext() if self._vision_inputs is None else self._vision_inputs.shifted(shifts)
-        with selecting(self._adapters, *adapters), shifted, ragged_attention():
+        in_batch = rows if len(inputs) == len(rows) else [row for row in rows for _ in range(step.num_fed[row])]
+        vision = self._vision_inputs
+        shifted = nullcontext() if vision is None else vision.shifted([row.shift for row in in_batch])
+        with selecting(self._adapters, *[row.adapter for row in in_batch]), shifted, ragged_attention():
             if self._drafter is None:
                 logits: mx.array = self._model(inputs, cache=caches).flatten(0, 1)
-                return logits if seen is None else logits[seen]
-            before = [None if row.before is None else row.before[:1] for row in rows]
-            evaluated = self._drafter.evaluate(inputs, caches, lengths, before)
-        for row, length, stop in zip(rows, lengths, accumulate(lengths), strict=True):
-            start = stop - length
-            if step.is_long:
-                row.states = mx.concatenate([evaluated.before[start : start + 1], evaluated.behind[start:stop]])
             else:
-                row.before = evaluated.behind[start:stop]
-        return evaluated.logits if seen is None else evaluated.logits[seen]
+                before = [None if row.before is None else row.before[:1] for row in rows]
+                logits, states = self._drafter.evaluate(inputs, caches, lengths, before)
+                for row, around in zip(rows, states, strict=True):
+                    row.before = around if step.is_long else around[1:]
+        return logits if seen is None else logits[seen]
 
 
 def _assert_have_state(rows: Sequence[DecodeRow]) -> None:
@@ -519,27 +510,19 @@ def _knows_before(row: DecodeRow) -> bool:
     return row.before is not None and len(row.before) == len(row.known)
 
 
-def _ranges(lengths: Sequence[int]) -> list[range]:
-    """The ranges of parts of these lengths, one after the other."""
-    return [range(start, stop) for start, stop in pairwise([0, *accumulate(lengths)])]
-
-
-def _at(rows: mx.array, places: list[int]) -> mx.array:
-    return rows if places == list(range(len(rows))) else rows[mx.array(places)]
-
-
 def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:
     """All rows' tokens in one line, uint32, without waiting for `previous`."""
-    host_tokens = [token for row in rows for token in (*row.known, *row.draft)]
-    knowing = [row for row in rows if row.known] if host_tokens else []
+    tokens, knowing = (
+        [token for row in rows for token in (*row.known, *row.draft)],
+        [row for row in rows if row.known],
+    )
     if len(knowing) == len(rows):
-        return mx.array(host_tokens, dtype=mx.uint32)
+        return mx.array(tokens, dtype=mx.uint32)
     assert previous is not None, "a row without a known token needs the step that sampled its token"
     assert previous.sampled is not None, "a step is followed once it has sampled"
-    assert len(host_tokens) == len(knowing), "a row without a known token cannot be fed beside several of another row"
-    if tuple(rows) == previous.rows and not host_tokens:
+    assert len(tokens) == len(knowing), "a row without a known token cannot be fed beside several of another row"
+    if tuple(rows) == previous.rows and not tokens:
         return previous.sampled
-    places = {row: place for place, row in enumerate(previous.rows)}
-    places |= {row: place for place, row in enumerate(knowing, len(places))}
-    choices = mx.concatenate([previous.sampled, mx.array(host_tokens, dtype=mx.uint32)])
+    places = {row: place for place, row in enumerate([*previous.rows, *knowing])}
+    choices = mx.concatenate([previous.sampled, mx.array(tokens, dtype=mx.uint32)]) if tokens else previous.sampled
     return choices[mx.array([places[row] for row in rows])]

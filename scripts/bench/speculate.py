@@ -192,8 +192,8 @@ class TaughtRunner(Runner):
         """Replaces what was sampled, which is computed all the same."""
         super().sample(step, masks)
         taught = list[int]()
-        for row, num_samples in zip(step.rows, step.num_sampled, strict=True):
-            answer, at = self._rows[row]
+        for row in step.rows:
+            (answer, at), num_samples = self._rows[row], len(row.draft) + 1
             following = answer[at : at + num_samples]
             taught += following + [self._end] * (num_samples - len(following))
             if not step.is_long:

@@ -293,7 +293,7 @@ class Row:
         self.model, self.caches = model, caches
         self.num_steps, self.output = 0, list[int]()
         found = model.evaluate(mx.array([tokens]), caches, [len(tokens)], [None])
-        self.known, self.before = best(found.logits[-1:]), found.behind[-1:]
+        self.known, self.before = best(found.logits[-1:]), found.states[0][-1:]
 
     def draft(self, limit: int) -> list[int]:
         if limit == 0:
@@ -308,7 +308,7 @@ class Row:
         num_accepted = next((i for i, token in enumerate(draft) if token != sampled[i]), len(draft))
         num_kept = len(known) + num_accepted
         kept, self.known = feed[:num_kept], sampled[num_accepted : num_accepted + 1]
-        states = mx.concatenate([found.before[:1], found.behind[:num_kept]])
+        states = found.states[0][: num_kept + 1]
         self.before = states[-1:]
         if recurrent and num_kept < len(feed):
             # Nothing stays; what was accepted is known, and evaluated again.
