@@ -20,7 +20,7 @@ from cache.types import LayerCache
 from models import lora
 from models.inference.batch import Choose, DecodeBatch
 from models.inference.drafters import Drafter
-from models.inference.feeds import MAX_FEED_TOKENS, Rewind
+from models.inference.feeds import MAX_FEED_TOKENS, unchanged
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Costs, Row, Wanted, capacity_for
 from models.inference.probe import MAX_SECONDS, Form, Probe
 from models.inference.ragged import ragged_attention
@@ -257,9 +257,8 @@ def measure_step_seconds(
         if best and time.perf_counter() - begun > max_seconds:
             break
         tokens = mx.array(rng.choice(vocab_size, (1, width), replace=False))
-        rewind = Rewind(caches, width)
-        seconds = _seconds_of(partial(model, tokens, cache=caches))
-        rewind.keep(0)
+        with unchanged(leaves_of(caches)):
+            seconds = _seconds_of(partial(model, tokens, cache=caches))
         best[width] = min(best.get(width, seconds), seconds)
     longest = max(best)
     return {width: best.get(width, best[longest] * width / longest) for width in _WIDTHS}

@@ -17,11 +17,6 @@ MAX_FEED_TOKENS = 33
 """A known token and the longest draft."""
 
 
-def find_fixed(caches: Sequence[LayerCache]) -> str | None:
-    """The class of a layer cache that cannot forget its last tokens, if there is one."""
-    return next((type(cache).__name__ for cache in leaves_of(caches) if not kind_of(cache).can_forget), None)
-
-
 class Rewind:
     """Takes the last tokens of a call out of one row's own layer caches. Made before the call."""
 

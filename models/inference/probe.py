@@ -30,7 +30,7 @@ from cache.layers.state import GROUP, arrays_in
 from cache.types import LayerCache
 from models.inference import grouping
 from models.inference.batch import DecodeBatch
-from models.inference.feeds import copied_state, find_fixed
+from models.inference.feeds import copied_state
 from models.inference.grouping import Row, Wanted
 from models.inference.ragged import NotRagged, inputs_of, join_layers, ragged_attention
 from models.inference.row import DecodeRow
@@ -297,8 +297,9 @@ class Probe:
 
     def find_feed_fault(self) -> str | None:
         """Why no step may feed a row several tokens; None where proven the same as one by one."""
-        if fixed := find_fixed(self.make_caches()):
-            return f"{fixed} cannot forget its last tokens"
+        for cache in leaves_of(self.make_caches()):
+            if not kind_of(cache).can_forget:
+                return f"{type(cache).__name__} cannot forget its last tokens"
         return self._explained(self._find_fault, _FEEDS, [_Trial(is_alone=True)], _Made())
 
     def find_flat_fault(self, form: Form) -> str | None:
