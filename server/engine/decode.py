@@ -106,9 +106,8 @@ class DecodePipeline:
         previous, before, accepted = self._in_flight, self._sequences, list[int]()
         self.forget()
         if sequences:
-            with self._recovering(
-                [*before, *sequences]
-            ):  # of an error of the step before, which would read as garbage
+            # The error may be of the step before, which then would read as garbage.
+            with self._recovering([*before, *sequences]):
                 self._launch(sequences, previous)
         if previous is not None:
             self._read(previous, before)
@@ -159,9 +158,8 @@ class DecodePipeline:
             return False
         if any(one.needed > 1 for one in sequences):
             return True
-        if not any(one.is_drafted_for for one in sequences):
-            return False
-        return self._speculation.may_draft([_drafting(one) for one in sequences])
+        is_any_drafted_for = any(one.is_drafted_for for one in sequences)
+        return is_any_drafted_for and self._speculation.may_draft([_drafting(one) for one in sequences])
 
     def _planned(self, sequences: list[Sequence]) -> list[Sequence]:
         """Gives rows their drafts, all earlier tokens known. Returns the sequences but those whose grammar fails."""
@@ -170,8 +168,6 @@ class DecodePipeline:
         if any(limits) and self._speculation is not None:
             drafting, known = [_drafting(one) for one in sequences], [one.needed for one in sequences]
             drafts = self._speculation.plan(drafting, limits, partial(self._predict, sequences), known)
-        if not any(drafts) and not any(one.needed > 1 for one in sequences):
-            return sequences
         return [one for one, draft in zip(sequences, drafts, strict=True) if self._is_given(one, draft)]
 
     def _limit(self, sequence: Sequence) -> int:
@@ -239,16 +235,17 @@ class DecodePipeline:
 
     def _complete(self) -> None:
         """Samples a step that waits, and starts one that has not started."""
-        step = self._in_flight
-        if step is None:
+        if (step := self._in_flight) is None:
             return
         newly_bound = [one for one in self._sequences if one.output.is_bound and one in self._table]
         waits = not step.has_sampled
         if waits:
             self._runner.sample(step, [mask for one in self._sequences for mask in self._masks(one)])
         else:
-            for sequence in newly_bound:
-                self._sample_again(sequence, step)
+            for sequence in newly_bound:  # the sample that it drew before does not count
+                if masks := self._masks_along(sequence, []):
+                    prompt, generated = sequence.request.tokens, sequence.output.tokens
+                    self._runner.sample_again(step, sequence.row, masks[0], prompt=prompt, generated=generated)
         if waits or newly_bound or not self._runner.overlaps:
             self._runner.start(step)
 
@@ -258,12 +255,6 @@ class DecodePipeline:
         if not masks and sequence.output.is_bound and sequence in self._table:
             return self._masks_along(sequence, []) or [None]
         return masks or [None] * (len(sequence.row.draft) + 1)
-
-    def _sample_again(self, sequence: Sequence, step: "DecodeStep") -> None:
-        """The sample that a row drew before it was bound does not count."""
-        if masks := self._masks_along(sequence, []):
-            prompt, generated = sequence.request.tokens, sequence.output.tokens
-            self._runner.sample_again(step, sequence.row, masks[0], prompt=prompt, generated=generated)
 
     def _masks_along(self, sequence: Sequence, draft: list[int]) -> list[MaskWords | None] | None:
         """As of the output; None where a grammar cannot be followed, which ends the sequence."""
