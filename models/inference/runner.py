@@ -29,7 +29,6 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
-import numpy as np
 
 from cache.layers.kinds import kind_of, leaves_of, make_caches
 from cache.layers.state import owned
@@ -43,53 +42,15 @@ from models.inference.drafters import Drafter
 from models.inference.probe import MAX_SECONDS, Form
 from models.inference.ragged import inputs_of, own_recurrent_state, ragged_attention
 from models.inference.row import DecodeRow
-from models.inference.sampling import BatchSampler, RowSampling, TokenIds
+from models.inference.sampling import BatchSampler, RowSampling, StepLogprobs, TokenIds
 from models.inference.sampling_params import SamplingParams
 from models.lora import AdapterSet, selecting
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
-from models.prompt.pictures import Picture, SeenChunk
+from models.prompt.pictures import SeenChunk
 from models.ranks import ONE_RANK, Ranks
-from models.vision.features import Encoder, Encoding
+from models.vision.features import Encoder
 from models.vision.layers import VisionInputs
-
-
-@dataclass(eq=False)
-class _StepLogprobs:
-    """Distributions of rows that requested them; lazy until the step is evaluated."""
-
-    num_top: dict[int, int]
-    """How many likeliest tokens each row wants, in the order of the arrays."""
-    all: mx.array
-    """Natural logarithms, float32 `[num_telling, vocab_size]`."""
-    top_ids: mx.array
-    """The likeliest first, uint32 `[num_telling, max(num_top)]`."""
-
-    @classmethod
-    def of(cls, logits: mx.array, params: Sequence[SamplingParams]) -> "_StepLogprobs | None":
-        """The log-probabilities of rows that request them, if any, from logits `[num_rows, vocab_size]`."""
-        num_top = {row: one.top_logprobs for row, one in enumerate(params) if one.top_logprobs is not None}
-        if not num_top:
-            return None
-        chosen = logits[mx.array(list(num_top))].astype(mx.float32)
-        logprobs = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
-        return cls(num_top, logprobs, _likeliest(logprobs, max(num_top.values())))
-
-    def read(self, row: int, token: int) -> TokenLogprob:
-        """Log-probability of `token`, sampled or not, in a requesting row of the step."""
-        place = list(self.num_top).index(row)
-        # Views where memory is shared: nothing is computed or copied.
-        logprobs, ids = np.asarray(self.all)[place], np.asarray(self.top_ids)[place, : self.num_top[row]]
-        return TokenLogprob(token, float(logprobs[token]), tuple((int(one), float(logprobs[one])) for one in ids))
-
-
-def _likeliest(logprobs: mx.array, count: int) -> mx.array:
-    if count == 0:
-        return mx.zeros((logprobs.shape[0], 0), mx.uint32)
-    ids = mx.argpartition(-logprobs, kth=count - 1, axis=-1)[:, :count]
-    order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
-    return mx.take_along_axis(ids, order, axis=-1)
-
 
 _CLEAR_CACHE_PREFILL_TOKENS = 2048
 _CLEAR_CACHE_STEPS = 256
@@ -110,7 +71,7 @@ class DecodeStep:
     logits: mx.array | None = None
     """`[num_samples, vocab_size]`; in a long step until sampled from."""
     sampled: mx.array | None = None
-    logprobs: _StepLogprobs | None = None
+    logprobs: StepLogprobs | None = None
 
     @property
     def has_sampled(self) -> bool:
@@ -176,11 +137,6 @@ class Runner:
         """Empty layer caches for one sequence."""
         return make_caches(self._whole)
 
-    def encode(self, picture: Picture, namespace: str) -> Encoding:
-        """Begins to make a picture's features, or finds those that the namespace has."""
-        assert self.encoder is not None, "a model that sees nothing was given a picture"
-        return self.encoder.begin(picture, namespace)
-
     def prefill(
         self,
         caches: list[LayerCache],
@@ -194,31 +150,31 @@ class Runner:
         """
         inputs = self._vision_inputs
         sees = nullcontext() if seen is None or inputs is None else inputs.chunk(seen, len(tokens))
-        with selecting(self._adapters, adapter), sees:
-            self._evaluate_prompt(caches, mx.array(tokens))
+        with sees:
+            self._evaluate_prompt(caches, tokens, adapter)
         self._finish_prefill(caches, len(tokens))
 
     def score(
         self, caches: list[LayerCache], tokens: TokenArray, following: TokenArray, num_top: int, adapter: int
     ) -> list[TokenLogprob]:
         """Evaluates like `prefill`; returns the log-probability of each of `following` that is not negative."""
-        with selecting(self._adapters, adapter):
-            logits = self._evaluate_prompt(caches, mx.array(tokens))
-        logprobs = _StepLogprobs.of(logits, [SamplingParams(top_logprobs=num_top)] * len(tokens))
+        logits = self._evaluate_prompt(caches, tokens, adapter)
+        logprobs = StepLogprobs.of(logits, [num_top] * len(tokens))
         assert logprobs is not None, "there is a token at least"
         mx.eval(logprobs.all, logprobs.top_ids)
         self._finish_prefill(caches, len(tokens))
         return [logprobs.read(row, int(token)) for row, token in enumerate(following) if token >= 0]
 
-    def _evaluate_prompt(self, caches: list[LayerCache], tokens: mx.array) -> mx.array:
+    def _evaluate_prompt(self, caches: list[LayerCache], tokens: TokenArray, adapter: int) -> mx.array:
         """Logits `[num_tokens, vocab_size]`."""
-        if self._drafter is None:
-            return cast(mx.array, self._model(tokens[None], cache=caches)[0])
-        evaluated = self._drafter.evaluate(tokens[None], caches, [len(tokens)], [self._state_behind(caches)])
-        state = owned(evaluated.states[0][-1:])
-        mx.eval(state)
+        inputs = mx.array(tokens)[None]
+        with selecting(self._adapters, adapter):
+            if self._drafter is None:
+                return cast(mx.array, self._model(inputs, cache=caches)[0])
+            logits, (states,) = self._drafter.evaluate(inputs, caches, [len(tokens)], [self._state_behind(caches)])
+        mx.eval(state := owned(states[-1:]))
         self._behind[caches[-1]] = _offset(caches), state
-        return evaluated.logits
+        return logits
 
     def _state_behind(self, caches: Sequence[LayerCache]) -> mx.array | None:
         """`[1, width]`; None if it is not known, or the caches have changed since."""
@@ -286,7 +242,7 @@ class Runner:
             for row in step.rows:
                 row.ahead = row.sampling.ahead(row.draft)
             states = [state for row in step.rows for state in row.ahead]
-        step.logprobs = _StepLogprobs.of(step.logits, [state.params for state in states])
+        step.logprobs = StepLogprobs.of(step.logits, [state.params.top_logprobs for state in states])
         step.sampled = self._sampler.sample(step.logits, states, masks)
         if step.is_long:
             self._sampler.release()
@@ -309,9 +265,7 @@ class Runner:
         if step.logprobs is not None:
             wanted += [step.logprobs.all, step.logprobs.top_ids]
         mx.async_eval(wanted)  # type: ignore[no-untyped-call]
-        if step.sampled is None:
-            return
-        self._num_steps += 1
+        self._num_steps += step.sampled is not None
         if self._num_steps % _CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
 

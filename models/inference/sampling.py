@@ -15,6 +15,7 @@ import hashlib
 import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import is_not
 from typing import TypeAlias
 
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from models.inference.sampling_params import ALL_TOKENS, MAX_REPEATED, SamplingParams
 from models.output.grammar import MaskWords
+from models.output.pieces import TokenLogprob
 
 _NO_TOKEN = -1
 
@@ -522,3 +524,37 @@ def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:
         bits = np.unpackbits(words.view(np.uint8), count=min(words.size * 32, vocab_size), bitorder="little")
         row[: bits.size] = bits
     return mx.array(allowed)
+
+
+# ------------------------------------------------------------------------------------------- log-probabilities
+
+
+@dataclass(eq=False)
+class StepLogprobs:
+    """Distributions of rows that requested them; lazy until the step is evaluated."""
+
+    num_top: dict[int, int]
+    """How many likeliest tokens each row wants, in the order of the arrays."""
+    all: mx.array
+    """Natural logarithms, float32 `[num_telling, vocab_size]`."""
+    top_ids: mx.array
+    """The likeliest first, uint32 `[num_telling, max(num_top)]`, one column at least."""
+
+    @classmethod
+    def of(cls, logits: mx.array, wanted: Sequence[int | None]) -> "StepLogprobs | None":
+        """The log-probabilities of rows that request them, if any, from logits `[num_rows, vocab_size]`."""
+        num_top = {row: number for row, number in enumerate(wanted) if number is not None}
+        if not num_top:
+            return None
+        chosen, most = logits[mx.array(list(num_top))].astype(mx.float32), max(1, *num_top.values())
+        logprobs = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
+        ids = mx.argpartition(-logprobs, kth=most - 1, axis=-1)[:, :most]
+        order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
+        return cls(num_top, logprobs, mx.take_along_axis(ids, order, axis=-1))
+
+    def read(self, row: int, token: int) -> TokenLogprob:
+        """Log-probability of `token`, sampled or not, in a requesting row of the step."""
+        place = list(self.num_top).index(row)
+        # Views where memory is shared: nothing is computed or copied.
+        logprobs, ids = np.asarray(self.all)[place], np.asarray(self.top_ids)[place, : self.num_top[row]]
+        return TokenLogprob(token, float(logprobs[token]), tuple((int(one), float(logprobs[one])) for one in ids))

@@ -410,7 +410,9 @@ class Worker:
         if placed is None:
             sequence.encoding = None
             return 0
-        sequence.encoding = self._table.runner.encode(placed.picture, sequence.namespace)
+        encoder = self._table.runner.encoder
+        assert encoder is not None, "a model that sees nothing was given a picture"
+        sequence.encoding = encoder.begin(placed.picture, sequence.namespace)
         if offset < placed.start or sequence.encoding.features is not None:
             return 0
         num_tokens = sequence.encoding.step()

@@ -16,8 +16,8 @@ from models.inference.probe import Form
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
-from models.prompt.pictures import Picture, SeenChunk
-from models.vision.features import Encoder, Encoding
+from models.prompt.pictures import SeenChunk
+from models.vision.features import Encoder
 from tests.support import fake_model, fake_vision
 
 # isort: split
@@ -189,10 +189,6 @@ class FakeRunner(SharesNothing):
     def make_caches(self) -> list[LayerCache]:
         """Returns fresh caches."""
         return fake_model.make_caches(self.layout)
-
-    def encode(self, picture: Picture, namespace: str) -> Encoding:
-        """Returns what becomes of a picture."""
-        return self.encoder.begin(picture, namespace)
 
     def prefill(
         self, caches: list[LayerCache], tokens: TokenArray, adapter: int = 0, seen: SeenChunk | None = None
