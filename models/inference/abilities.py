@@ -20,10 +20,10 @@ from cache.types import LayerCache
 from models import lora
 from models.inference.batch import Choose, DecodeBatch
 from models.inference.drafters import Drafter
-from models.inference.feeds import MAX_FEED_TOKENS, unchanged
 from models.inference.grouping import GROWTH_TOKENS, Buffer, Costs, Row, Wanted, capacity_for
 from models.inference.probe import MAX_SECONDS, Form, Probe
 from models.inference.ragged import ragged_attention
+from models.inference.rewind import unchanged
 from models.inference.row import DecodeRow
 from models.lora import AdapterSet
 from models.mlx_lm_import import KVCache
@@ -32,6 +32,9 @@ from models.ranks import ONE_RANK, Ranks
 logger = logging.getLogger(__name__)
 
 _Measured = TypeVar("_Measured")
+
+MAX_FEED_TOKENS = 33
+"""A known token and the longest draft."""
 
 
 @dataclass

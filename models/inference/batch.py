@@ -21,9 +21,9 @@ import mlx.core as mx
 
 from cache.layers.kinds import kind_of, leaves_of, tail_of
 from cache.types import LayerCache
-from models.inference.feeds import Rewind, unchanged
 from models.inference.grouping import Row, Wanted
 from models.inference.ragged import flat_layers, join_layers, put_back
+from models.inference.rewind import Rewind, unchanged
 from models.inference.row import DecodeRow, Group
 from models.mlx_lm_import import ArraysCache
 

@@ -15,8 +15,8 @@ from mlx.nn.layers.base import Module
 
 from cache.layers.kinds import kind_of, leaves_of, make_caches, tail_of
 from cache.types import LayerCache
-from models.inference.feeds import unchanged
 from models.inference.ragged import Padding, RaggedLayer
+from models.inference.rewind import unchanged
 from models.loader import DraftModel, LoadedModel
 from models.mtp import MtpModule, language_model
 

@@ -30,9 +30,9 @@ from cache.layers.state import GROUP, arrays_in
 from cache.types import LayerCache
 from models.inference import grouping
 from models.inference.batch import DecodeBatch
-from models.inference.feeds import copied_state
 from models.inference.grouping import Row, Wanted
 from models.inference.ragged import NotRagged, inputs_of, join_layers, ragged_attention
+from models.inference.rewind import copied_state
 from models.inference.row import DecodeRow
 from models.ranks import ONE_RANK, Ranks
 

@@ -37,10 +37,9 @@ from cache.history import History
 from cache.layers.kinds import make_caches
 from cache.prefix_cache import PrefixCache
 from cache.types import LayerCache
-from models.inference.abilities import Feeds
+from models.inference.abilities import MAX_FEED_TOKENS, Feeds
 from models.inference.drafters import Drafter, drafter_of
 from models.inference.embedding import Embedder
-from models.inference.feeds import MAX_FEED_TOKENS
 from models.inference.grammar import GrammarCompiler
 from models.inference.row import DecodeRow
 from models.inference.runner import DecodeStep, Runner

@@ -18,8 +18,7 @@ from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache
 from cache.layers.kinds import CacheKind, kind_of, leaves_of, make_caches, split_at_head
 from cache.layers.state import arrays_in
 from models.adapter import NO_ADAPTER
-from models.inference.abilities import measure_step_seconds
-from models.inference.feeds import MAX_FEED_TOKENS
+from models.inference.abilities import MAX_FEED_TOKENS, measure_step_seconds
 from models.inference.probe import Probe
 from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams

@@ -1,4 +1,4 @@
-"""Several tokens of a row in one step: how layer caches forget the last of them.
+"""How layer caches forget the last tokens of a call: some of a step's, or all.
 
 References to earlier state are held from a step's preparation until it is settled (`row.py`), and only of arrays that
 a call replaces: MLX would copy a buffer that grows in place. Worker thread only.
@@ -12,9 +12,6 @@ import mlx.core as mx
 
 from cache.layers.kinds import kind_of, leaves_of, tail_of
 from cache.types import LayerCache
-
-MAX_FEED_TOKENS = 33
-"""A known token and the longest draft."""
 
 
 class Rewind:
