@@ -204,7 +204,7 @@ class Runner:
         return DecodeRow(caches, state, [next_token], adapter, shift, self._state_behind(caches))
 
     def force(self, row: DecodeRow, *, prompt: TokenIds, generated: TokenIds) -> None:
-        """Has `row` sample on after `generated`, whatever was sampled. The caller sets `row.known`."""
+        """Has `row` go on after `generated`, whatever was sampled. The caller sets `row.known` or samples anew."""
         row.sampling = row.sampling.after(prompt, generated)
 
     def prepare(
@@ -248,13 +248,10 @@ class Runner:
             self._sampler.release()
             step.logits = None
 
-    def sample_again(
-        self, step: DecodeStep, row: DecodeRow, mask: MaskWords | None, *, prompt: TokenIds, generated: TokenIds
-    ) -> None:
-        """Draws the sample of a row in a step that is not long anew, after `generated`; `start` then computes it."""
+    def sample_again(self, step: DecodeStep, row: DecodeRow, mask: MaskWords | None) -> None:
+        """Draws anew for a row of a step that is not long, after `force`; `start` then computes the sample."""
         assert step.logits is not None and step.sampled is not None
         place, sampler = step.rows.index(row), BatchSampler(self._vocab_size)
-        row.sampling = row.sampling.after(prompt, generated)
         sampled = sampler.sample(step.logits[place : place + 1], [row.sampling], [mask])
         step.sampled = mx.concatenate([step.sampled[:place], sampled, step.sampled[place + 1 :]])
         sampler.release()

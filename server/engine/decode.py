@@ -245,7 +245,8 @@ class DecodePipeline:
             for sequence in newly_bound:  # the sample that it drew before does not count
                 if masks := self._masks_along(sequence, []):
                     prompt, generated = sequence.request.tokens, sequence.output.tokens
-                    self._runner.sample_again(step, sequence.row, masks[0], prompt=prompt, generated=generated)
+                    self._runner.force(sequence.row, prompt=prompt, generated=generated)
+                    self._runner.sample_again(step, sequence.row, masks[0])
         if waits or newly_bound or not self._runner.overlaps:
             self._runner.start(step)
 

@@ -224,7 +224,10 @@ class FakeRunner(SharesNothing):
 
     def force(self, row: FakeRow, *, prompt: TokenArray, generated: Sequence[int]) -> None:
         """The row goes on after `generated`, whatever the step before gave."""
-        assert row.known[-1] == generated[-1]
+        if row.known:
+            assert row.known[-1] == generated[-1]
+        else:
+            assert len(prompt) + len(generated) == len(tokens_in(row.caches)), "penalties know of another output"
         row.emitted = list(generated)
 
     def prepare(
@@ -263,14 +266,11 @@ class FakeRunner(SharesNothing):
         bound = iter([token if words is None else _allowed(token, words) for token, words in pairs])
         step.sampled = [[next(bound) for _ in sampled] for sampled in step.sampled]
 
-    def sample_again(
-        self, step: FakeStep, row: FakeRow, mask: MaskWords | None, *, prompt: TokenArray, generated: Sequence[int]
-    ) -> None:
+    def sample_again(self, step: FakeStep, row: FakeRow, mask: MaskWords | None) -> None:
         """Gives a row of a step that has sampled the next token that its mask allows."""
         assert step.has_sampled and not step.is_long and not step.is_read
         place = step.rows.index(row)
-        assert len(prompt) + len(generated) == len(tokens_in(row.caches)), "penalties know of another output"
-        row.position, row.emitted = len(generated) + 1, []
+        row.position, row.emitted = len(row.emitted) + 1, []
         free = _samples(row, step.feeds[place])[0]
         step.sampled[place], step.is_started = [free if mask is None else _allowed(free, mask)], False
 
