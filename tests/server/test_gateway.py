@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -139,11 +140,16 @@ def cached_share(conversations: Sequence[Conversation]) -> float:
     return sum(each.num_cached for each in conversations) / sum(each.num_tokens for each in conversations)
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port that no other process is given in the block, and that one which is told of it may listen on."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        if sys.platform != "linux":
+            holder.close()  # a socket that does not listen keeps the port from all others there
+        yield port
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -157,8 +163,9 @@ class Cluster:
     """Replicas of the built-in model by name, and HAProxy in front of the first two."""
 
     def __init__(self, folder: Path) -> None:
-        self.port, self._socket = free_port(), str(folder / "admin.sock")
-        self.ports = {name: free_port() for name in ("first", "second", "third")}
+        self._holding, self._socket = contextlib.ExitStack(), str(folder / "admin.sock")
+        self.port, *ports = [self._holding.enter_context(held_port()) for _ in range(4)]
+        self.ports = dict(zip(("first", "second", "third"), ports, strict=True))
         self._replicas: dict[str, Process] = {}
         for name in ("first", "second"):
             self.start(name)
@@ -200,6 +207,7 @@ class Cluster:
             replica.close()
         self._proxy.kill()
         self._proxy.wait()
+        self._holding.close()
 
     def _state_of(self, server: str) -> str | None:
         with contextlib.suppress(OSError):

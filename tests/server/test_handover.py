@@ -1,5 +1,6 @@
 """`--handover`: a server that stops gives its conversations to another one, behind HAProxy too."""
 
+import contextlib
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.test_gateway import HAPROXY, Conversation, configured, free_port, needs_haproxy, wait_until
+from tests.server.test_gateway import HAPROXY, Conversation, configured, held_port, needs_haproxy, wait_until
 from tests.support.server_process import Process
 
 NUM_CONVERSATIONS = 4
@@ -35,43 +36,39 @@ def newest_turn_tokens(port: int, one: Conversation) -> int:
 
 @pytest.fixture
 def replicas(tmp_path: Path) -> Iterator[dict[str, Process]]:
-    ports = {name: free_port() for name in ("first", "second")}
-    heir = f"http://127.0.0.1:{ports['second']}"
-    started = {
-        "first": Process("demo", "--port", str(ports["first"]), "--name", "first", "--handover", heir),
-        "second": Process("demo", "--port", str(ports["second"]), "--name", "second"),
-    }
-    try:
-        for process in started.values():
-            process.wait_for("Try it:")
-        yield started
-    finally:
-        for process in started.values():
-            process.close()
+    with contextlib.ExitStack() as stack:
+        second = Process("demo", "--port", "0", "--name", "second")
+        stack.callback(second.close)
+        heir = f"http://127.0.0.1:{second.port}"
+        first = Process("demo", "--port", "0", "--name", "first", "--handover", heir)
+        stack.callback(first.close)
+        first.wait_for("Try it:")
+        yield {"first": first, "second": second}
 
 
 @needs_haproxy
 def test_a_drained_replica_costs_no_conversation_more_than_its_newest_turn(
     replicas: dict[str, Process], tmp_path: Path
 ) -> None:
-    port, file = free_port(), tmp_path / "haproxy.cfg"
+    file = tmp_path / "haproxy.cfg"
     addresses = [f"127.0.0.1:{process.port}" for process in replicas.values()]
-    file.write_text(configured(addresses, f"127.0.0.1:{port}", str(tmp_path / "admin.sock")))
-    proxy = subprocess.Popen([str(HAPROXY), "-db", "-f", str(file)], stderr=subprocess.DEVNULL)
-    try:
-        asked = [one for form in FORMS for one in conversations(form, form)]
-        wait_until(lambda: _answers(port))
-        turns(port, asked)
-        turns(port, asked)
-        moving = [one for one in asked if one.served_by == ["first"] * 2]
-        assert 0 < len(moving) < len(asked)
-        replicas["first"].signal(15)
-        turns(port, asked)  # while they move
-        assert replicas["first"].wait() == 0
-        evaluated = [newest_turn_tokens(port, one) for one in asked]
-    finally:
-        proxy.kill()
-        proxy.wait()
+    with held_port() as port:
+        file.write_text(configured(addresses, f"127.0.0.1:{port}", str(tmp_path / "admin.sock")))
+        proxy = subprocess.Popen([str(HAPROXY), "-db", "-f", str(file)], stderr=subprocess.DEVNULL)
+        try:
+            asked = [one for form in FORMS for one in conversations(form, form)]
+            wait_until(lambda: _answers(port))
+            turns(port, asked)
+            turns(port, asked)
+            moving = [one for one in asked if one.served_by == ["first"] * 2]
+            assert 0 < len(moving) < len(asked)
+            replicas["first"].signal(15)
+            turns(port, asked)  # while they move
+            assert replicas["first"].wait() == 0
+            evaluated = [newest_turn_tokens(port, one) for one in asked]
+        finally:
+            proxy.kill()
+            proxy.wait()
     assert {one.served_by[-1] for one in asked} == {"second"}
     assert max(evaluated) < 60, evaluated
     share = sum(one.num_cached for one in asked) / sum(one.num_tokens for one in asked)
