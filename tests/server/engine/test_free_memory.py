@@ -43,6 +43,7 @@ def test_freed_blocks_and_buffers_are_given_back() -> None:
     assert num_kilobytes > 80_000 and cached == 0
 
 
+@pytest.mark.alone("threads share MLX's memory, and one may still try the model out when another is done")
 def test_what_loading_and_trying_a_model_took_is_given_back(tmp_path: Path) -> None:
     folder = tiny_models.write("llama", tmp_path / "tiny")
     gc.collect()  # what earlier tests left would be freed while the server starts
