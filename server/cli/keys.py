@@ -43,12 +43,16 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def handling(handler: "Callable[[int, Any], object] | signal.Handlers", *numbers: signal.Signals) -> Iterator[None]:
-    """Handles signals with `handler` in the block; main thread only."""
-    before = [signal.signal(number, handler) for number in numbers]
+    """Handles signals with `handler` in the block, but for those that are ignored; main thread only.
+
+    A shell without job control has what it starts in the background ignore Ctrl-C, which is for the foreground.
+    """
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = [signal.signal(number, handler) for number in heeded]
     try:
         yield
     finally:
-        for number, old in zip(numbers, before, strict=True):
+        for number, old in zip(heeded, before, strict=True):
             signal.signal(number, old)
 
 

@@ -285,7 +285,8 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None, team: Team
                 handover = Handover(pool, config, lambda: app.state.api.kept(store_of).count())
             server = _Server(http_config, pool, config.drain_seconds, report, handover)
             hangs.engines = lambda: pool.watched
-            watchdog.take(signal.SIGINT)
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in `handling`
+                watchdog.take(signal.SIGINT)
             asyncio.run(_serve(server, config, listeners, watchdog, _make_upkeep(server, config, claim)))
         finally:
             # The process ends in a moment anyway; a signal now would only change the exit status.

@@ -392,6 +392,23 @@ def test_a_signal_while_it_starts_ends_it_without_a_word(
         assert "Traceback" not in server.output
 
 
+def test_ctrl_c_is_not_for_a_server_in_the_background_of_a_shell_without_job_control(
+    folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.touch(mode=0o600)
+    file.write_text("[[keys]]\nname = 'one'\nkey = 'geheim'\n")
+    ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    with serving(folder, "--api-keys", str(file), "--log-level", "debug", code=ignored + MLX_SERVE) as server:
+        server.wait_for("weights")
+        server.signal(signal.SIGINT)
+        server.wait_for("Try it:")
+        server.signal(signal.SIGINT)
+        server.signal(signal.SIGHUP)
+        server.wait_for("was read again")  # by now a Ctrl-C would have been heeded
+        assert get(server.port, "/health")[0] == 200
+
+
 @pytest.mark.parametrize("module", ["server.cli.main", "server.cli.start"])
 def test_ctrl_c_while_it_imports_is_not_lost_where_python_drops_exceptions(
     module: str, folder: Path, tmp_path: Path
