@@ -194,6 +194,15 @@ def test_a_file_that_cannot_be_taken_leaves_the_others(page: Page) -> None:
     expect(page.locator(".attached summary")).to_contain_text(["a.txt", "b.txt"])
 
 
+def test_the_last_words_stay_in_sight_while_a_message_grows(page: Page, engine: FakeEngine) -> None:
+    engine.script = Script(texts=("Well.\n\n" * 60 + "That is all.",))
+    say(page, "At length")
+    last = page.locator(".message.assistant").get_by_text("That is all.")
+    expect(last).to_be_in_viewport()
+    page.get_by_label("Message", exact=True).fill("a line\n" * 12)
+    expect(last).to_be_in_viewport()
+
+
 def test_each_line_of_a_question_has_its_own_direction(page: Page) -> None:
     say(page, "שלום\ndef f():")
     left_of = """(p, text) => {
@@ -347,11 +356,11 @@ def test_two_models_answer_side_by_side(page: Page) -> None:
     both = page.locator(".pair .message.assistant")
     expect(both).to_have_count(2)
     expect(both.nth(0)).to_contain_text("another")
-    page.locator(".options select").first.select_option("another")
-    expect(page.get_by_label("Compare with")).to_have_value("")
     for one in (both.nth(0), both.nth(1)):
         expect(one.locator(".text")).to_contain_text("Well.")
     assert problems_of(page) == ""
+    page.locator(".options select").first.select_option("another")
+    expect(page.get_by_label("Compare with")).to_have_value("")
 
 
 def test_keys_are_listed_and_work(page: Page) -> None:

@@ -577,6 +577,8 @@ function mount(root, app) {
     isFollowing = thread.scrollHeight - thread.scrollTop - thread.clientHeight < AT_END;
     if (!editing && seen.hasMoved(path(chat))) drawThread();
   };
+  // What is written, attached or set takes height from the messages: the last one stays in sight.
+  new ResizeObserver(() => isFollowing && (thread.scrollTop = thread.scrollHeight)).observe(thread);
 
   /** Draws running answers as often as drawing them leaves time for other things. */
   function drawSoon() {
