@@ -157,6 +157,7 @@ class _State:
         for slot in self._cache.slots:
             if slot.tip in whole and not slot.is_leased:
                 self._cache.pager.keep_tip(slot)
+        self._cache.reclaimer.free(protected=whole)
         return {node.stop: node for node in whole if is_restorable(self._layout, node)}
 
     def _rows_on_disk(self, start: int) -> list[FilePart]:

@@ -117,6 +117,19 @@ def test_what_runs_leaves_too_and_what_came_since_follows(name: str) -> None:
     assert got.tokens == turn(in_memory(name), last, "cold").tokens
 
 
+def test_the_end_of_an_idle_conversation_leaves_within_the_budget() -> None:
+    here, there = in_memory("qwen3_5"), in_memory("qwen3_5")
+    prompt = text_of(1, NUM_TOKENS)
+    follow = next_prompt(prompt, turn(here, prompt, "mine"))
+    here.worker.close_answered("")
+    ledger = here.prefix_cache.ledger
+    ledger.budget_bytes = ledger.charged_bytes
+    arrive(there.prefix_cache, bundle_of(here.prefix_cache))
+    assert ledger.excess_bytes() <= 0
+    here.prefix_cache.check()
+    assert turn(there, follow, "mine").started.hit_tokens >= 0.95 * len(follow)
+
+
 def test_the_state_of_requests_that_are_not_stored_stays(tmp_path: Path, tiers: list[DiskTier]) -> None:
     here, there = in_memory("llama"), in_memory("llama")
     public, secret = text_of(1, 100), text_of(2, 200)
