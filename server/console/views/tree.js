@@ -148,6 +148,8 @@ function mount(root, app) {
     state.cache = cache;
     sessions = new Map((cache.sessions ?? []).map((one) => [one.id, one]));
     hues.learn([...sessions.keys()].reverse());
+    // What is painted needs a frame that has a size.
+    stage.hidden = false;
     if (!state.past) build();
   }
 
