@@ -243,7 +243,8 @@ function mount(root, app) {
 
   function paint() {
     frame = null;
-    if (!state.tree) return;
+    // Who has gone to another view meanwhile sees none of it.
+    if (!state.tree || !stage.clientWidth) return;
     const now = performance.now();
     if (isStale) lay(now);
     const isMoving = now - moved < MOVE_MS;
