@@ -376,6 +376,9 @@ class _Conversation:
         """Yields conversations that share just the part worth restoring."""
         messages = self._messages
         num_system = num_leading_system(messages)
+        if num_system > 1:
+            # Agents go on after the first of their system messages alone, as Codex does once it has compacted.
+            yield RestorePointKind.SYSTEM_END, _cut(messages, 1)
         if num_system or self._has_tools:
             yield RestorePointKind.SYSTEM_END, _cut(messages, num_system)
         for index in _user_starts(messages):

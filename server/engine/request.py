@@ -157,7 +157,8 @@ class GenerationRequest(GenerationOptions):
     @property
     def head_tokens(self) -> int:
         """Tokens of the leading system messages and the tools; 0 where unknown."""
-        return next((one.offset for one in self.restore_points if one.kind is RestorePointKind.SYSTEM_END), 0)
+        ends = (one.offset for one in self.restore_points if one.kind is RestorePointKind.SYSTEM_END)
+        return max(ends, default=0)
 
     @property
     def adapter_index(self) -> int:

@@ -135,6 +135,15 @@ def test_another_conversation_shares_the_end_of_tools_and_system(tokenizer: Any,
     assert point > len(renderer.render([SYSTEM], tools).tokens) - HEADER_TOKENS
 
 
+def test_what_goes_on_after_the_first_of_two_system_messages_shares_that(tokenizer: Any) -> None:
+    renderer = ChatRenderer(tokenizer)
+    rules = {"role": "system", "content": "What is the weather?"}
+    first, second = renderer.render([SYSTEM, rules, user("Hello")]), renderer.render([SYSTEM, user("a"), rules])
+    points = [p.offset for p in first.restore_points if p.kind is RestorePointKind.SYSTEM_END]
+    shared = shared_tokens(first, second)
+    assert len(points) == 2 and shared - HEADER_TOKENS < points[0] <= shared < points[1]
+
+
 @pytest.mark.parametrize("text", ["Hello", "\n\nHello", "a", " there", ""])
 def test_an_edited_last_message_shares_what_stands_before_it(tokenizer: Any, text: str) -> None:
     renderer = ChatRenderer(tokenizer)

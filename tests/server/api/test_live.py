@@ -160,6 +160,16 @@ def test_nine_steps_of_a_chats_life_lose_no_more_than_the_tokens_that_ask_for_th
     assert len(lost) == 9 and max(lost) <= most, lost
 
 
+def test_what_goes_on_after_the_first_of_two_system_messages_is_cached_so_far(live: Live) -> None:
+    """As an agent goes on that has compacted, and has moved its second one."""
+    first = {"role": "system", "content": "The first of two is kept. " * 12}
+    second = {"role": "system", "content": "The second one moves. " * 12}
+    num_first = live.ask(first, user("one"), extra_body={"cache_prompt": False}).usage.prompt_tokens
+    live.ask(first, second, user("one"), extra_body={"session_id": "compacted"})
+    moved = live.ask(first, user("kept"), second, user("two"), extra_body={"session_id": "compacted"})
+    assert moved.usage.prompt_tokens_details.cached_tokens > num_first - 24
+
+
 def test_a_clock_that_moves_with_each_turn_costs_only_what_follows_it(live: Live) -> None:
     system = {"role": "system", "content": "A clock precedes each newest message. " * 8}
     history = [system, user("one"), assistant("first")]
