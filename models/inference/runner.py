@@ -222,7 +222,7 @@ class Runner:
         rows' own would. Known tokens are the caches' now; in a long step they and drafts stay until it is settled.
         """
         _assert_have_state(rows)
-        num_fed = {row: row.num_fed for row in rows}
+        num_fed = {row: (len(row.known) or 1) + len(row.draft) for row in rows}  # a property takes a call more each
         longest = max(num_fed.values())
         step = DecodeStep(tuple(rows), num_fed, is_long=longest > 1)
         assert longest == 1 or longest <= self.abilities.max_feed_tokens, "a feed is longer than was proven"
@@ -389,7 +389,9 @@ class Runner:
                 order += rows
             batch.advance()
         stops = dict(zip(order, accumulate([step.num_fed[row] for row in order]), strict=True))
-        sampled = [place for row in step.rows for place in range(stops[row] - len(row.draft) - 1, stops[row])]
+        sampled = [stops[row] - 1 for row in step.rows]
+        if step.is_long:
+            sampled = [place for row in step.rows for place in range(stops[row] - len(row.draft) - 1, stops[row])]
         joined = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         return joined if sampled == list(range(len(joined))) else joined[mx.array(sampled)]
 
@@ -463,10 +465,8 @@ def _knows_before(row: DecodeRow) -> bool:
 
 def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:
     """All rows' tokens in one line, uint32, without waiting for `previous`."""
-    tokens, knowing = (
-        [token for row in rows for token in (*row.known, *row.draft)],
-        [row for row in rows if row.known],
-    )
+    tokens = [token for row in rows for token in (*row.known, *row.draft)]
+    knowing = [row for row in rows if row.known]
     if len(knowing) == len(rows):
         return mx.array(tokens, dtype=mx.uint32)
     assert previous is not None, "a row without a known token needs the step that sampled its token"
