@@ -163,7 +163,7 @@ def test_the_tree_is_walked_with_the_keyboard(page: Page, demo: str) -> None:
     ask(demo, SYSTEM, ADA, session_id="tree-one")
     ask(demo, SYSTEM, {"role": "user", "content": "My name is Bob and I live in Rome."}, session_id="tree-two")
     page.goto(f"{demo}/#/tree")
-    expect(page.get_by_label("Width by")).to_be_visible()
+    expect(page.get_by_role("heading", name="Whose it is")).to_be_visible()
     canvas = page.locator("canvas")
     canvas.focus()
     found = ""
@@ -908,7 +908,7 @@ def test_every_view_can_be_used_by_all(page: Page, demo: str, width: int, scheme
     expect(page.locator("tr.details")).to_be_visible()
     assert problems_of(page) == ""
     page.goto(f"{demo}/#/tree")
-    expect(page.get_by_label("Width by")).to_be_visible()
+    expect(page.get_by_role("heading", name="Whose it is")).to_be_visible()
     page.locator("canvas").press("ArrowDown")
     expect(page.locator(".users button").first).to_be_visible()
     assert problems_of(page) == ""

@@ -138,11 +138,12 @@ def test_models_are_shown_with_their_sizes_or_not_yet(page: Page, address: str) 
     page.goto(address)
     hold(page, "api/tags")
     page.goto(f"{address}/#/models")
-    wait_until_held(page)
+    page.wait_for_function("() => window.__waiting.length > 0")
     status = page.locator("#status")
-    # What the page learns meanwhile has it draw all that is shown.
+    # What the page learns meanwhile has it draw all that is shown, and ask once more.
     expect(status).not_to_have_text(status.inner_text())
     expect(page.locator(".view.models")).to_have_text("Asking the server …")
+    wait_until_held(page)
     let_go(page)
     expect(page.locator(".models li")).to_have_count(1)
 
