@@ -151,14 +151,12 @@ class _State:
         path = takewhile(lambda node: not node.is_volatile, match.node.path())
         return [(node, min(node.stop, match.length)) for node in path]
 
-    def _points(self) -> dict[int, Node]:
-        """The nodes of memory with a whole snapshot, by offset; an idle sequence gets one at its end."""
+    @contextlib.contextmanager
+    def _points(self) -> Iterator[dict[int, Node]]:
+        """The nodes of memory with a whole snapshot, by offset; an idle sequence has one at its end meanwhile."""
         whole = [node for node, stop in self._edges() if stop == node.stop and self._layout.needs_snapshots]
-        for slot in self._cache.slots:
-            if slot.tip in whole and not slot.is_leased:
-                self._cache.pager.keep_tip(slot)
-        self._cache.reclaimer.free(protected=whole)
-        return {node.stop: node for node in whole if is_restorable(self._layout, node)}
+        with self._cache.idle_ends(whole):
+            yield {node.stop: node for node in whole if is_restorable(self._layout, node)}
 
     def _rows_on_disk(self, start: int) -> list[FilePart]:
         return self._tree.covered(self._place(), start, len(self._of.tokens))
@@ -171,7 +169,8 @@ class _State:
 
     def ends(self) -> list[int]:
         """Where rows end, ascending: at each snapshot, or, where none are needed, with the state."""
-        ends = {*self._snapshots_on_disk(), *self._points()}
+        with self._points() as points:
+            ends = {*self._snapshots_on_disk(), *points}
         if not self._layout.needs_snapshots:
             stop = max((stop for _, stop in self._edges()), default=0)
             ends.add(written_stop(self._rows_on_disk(stop), stop))
@@ -193,9 +192,9 @@ class _State:
 
     def snapshot(self, offset: int) -> LeavingPiece | None:
         """The snapshot at `offset`, if any that can be stored."""
-        if (node := self._points().get(offset)) is not None:
-            window, recurrent = stored_snapshot(self._layout, node)
-            with contextlib.suppress(Unstorable):
+        with self._points() as points, contextlib.suppress(Unstorable):
+            if offset in points:
+                window, recurrent = stored_snapshot(self._layout, points[offset])
                 return self._of_memory(offset if window is None else window.start, offset, True, window, recurrent)
         part = self._snapshots_on_disk().get(offset)
         return self._of_disk(part) if part is not None else None

@@ -6,7 +6,8 @@ read; `cache.disk.connector` decides whether that is worth a read. Nothing here 
 time.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from cache import snapshots
 from cache.budget import ASIDE, PADDING, BudgetExceeded, CacheStats, DiskFault, Happening, PinnedFull
@@ -315,14 +316,19 @@ class PrefixCache:
                 yield from self._save_path(self.memory.disk, leaf, used_at)
 
     def _save_path(self, disk: DiskConnector, leaf: Node, used_at: int) -> Iterator[None]:
-        path = leaf.path()
+        with self.idle_ends(path := leaf.path()):
+            yield from disk.save_path(path, self.pager.copy_live, used_at)
+
+    @contextmanager
+    def idle_ends(self, path: Sequence[Node]) -> Iterator[None]:
+        """Keeps snapshots at the ends of idle sequences on a path; after the block only where memory allows."""
         idle = [slot for slot in self.slots if slot.tip in path and not slot.is_leased]
         before = {slot.tip: slot.tip.snapshot for slot in idle}
         for slot in idle:
             self.pager.keep_tip(slot)
         kept = {node: node.snapshot for node in before if node.snapshot is not before[node]}
         try:
-            yield from disk.save_path(path, self.pager.copy_live, used_at)
+            yield
         finally:
             for node, snapshot in kept.items():
                 if self.ledger.excess_bytes() > 0 and node.snapshot is snapshot:
