@@ -167,7 +167,7 @@ class LoadedModel:
     """Width of the logits; may exceed the tokenizer's tokens."""
     eos_token_ids: frozenset[int]
     num_parameters: int
-    """Of the whole model, also where several machines divide it."""
+    """Counts the whole model, also where several machines divide it."""
     state_fingerprint: str
     """Differs where stored states must not mix: by weights, what drafts, precision, library versions."""
     precision: Precision = Precision.STORED

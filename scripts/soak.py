@@ -99,7 +99,7 @@ def _form_of(restored: mx.array, known: list[mx.array], *, can_round: bool) -> b
 
 
 def _rows_of(caches: Any) -> Iterator[tuple[int, mx.array, bool]]:
-    """Each component of layers with rows: its place, its rows, and whether they may be rounded."""
+    """Yields the place of each component of layers with rows, the rows, and whether rows may be rounded."""
     for layer, cache in enumerate(leaves_of(caches)):
         kind = kind_of(cache)
         if isinstance(kind, RowKind) and kind.length(cache):

@@ -142,7 +142,10 @@ class Gate:
         }
 
     def _find_limit(self, differences: Sequence[NDArray[np.float32]]) -> float:
-        """What is more is not rounding; half precision is told by layers with a row for each token, if any."""
+        """The largest difference that rounding explains.
+
+        Layers with a row for each token, if any, show how large differences are in half precision.
+        """
         most: float = _ROOTS * self._eps**0.5
         usual = [float(np.sort(one)[one.size // 4]) for one in differences if one.size > _DECODED_TOKENS]
         return min(most, max(_SMALLEST_ERROR, _SPREADS * max([self._eps, *(usual or [most])])))

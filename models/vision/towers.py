@@ -1,7 +1,7 @@
 """The base of all families' vision towers: cuts images into patches, and evaluates a tower block by block.
 
-Each family has a module beside this one: how it sizes images, how its checkpoints name tensors, and which layers of
-its text model take features.
+Each family has a module beside this one. The module says how the family sizes images, what names its checkpoints give
+tensors, and which layers of its text model take features.
 """
 
 import json

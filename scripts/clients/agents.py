@@ -76,7 +76,7 @@ class Agent(ABC):
     files: Mapping[str, bytes] = MappingProxyType({})
     """What the folder holds, besides the file to be edited."""
     sees = False
-    """It shows an image, to a model that sees."""
+    """The agent is tried with an image and a model that sees images."""
     num_breaks = 0
     """Turns that evaluate over 64 tokens beyond new text, as docs/clients.md names them."""
 

@@ -42,7 +42,9 @@ def calling(engine: Engine) -> CacheCall:
 async def choose(
     engine: Engine, model: str, namespace: str, session_id: str | None = None
 ) -> tuple[BundleHead, Iterator[MovingText]]:
-    """What of a client's namespace, or `ALL`, may leave; or of a session, in a namespace of states.
+    """Chooses the conversations that may leave: all of a client's namespace, or of `ALL`, or one session.
+
+    With `session_id`, `namespace` is one of states.
 
     Raises what `Engine.execute` raises.
     """

@@ -1,9 +1,9 @@
 """The engine of a model that several machines hold: rank 0 leads, the workers of the other ranks follow.
 
 A worker does what its messages and `Measured` say, so workers that get the same, in one order, do the same: the same
-rows in the same calls, the same state in the same slots. Rank 0 sends a *turn* before each step: its messages since
-the last one, what it measured, and a digest of what its last step left. A rank with another digest has gone another
-way; sums would then add different rows, unnoticed, so it ends the group. Nothing is mended: an error, a death or a
+rows in the same calls, the same state in the same slots. Rank 0 sends a *turn* before each step: the messages since
+the last turn, its measurements, and a digest of the state after its last step. A rank with another digest ends the
+group, since sums over the ranks would add different rows, unnoticed. Nothing is mended: an error, a death or a
 silence of one rank ends all, since the others wait for it within a model call.
 
 Turns are plain data in JSON over a socket of `multiprocessing.connection` with a key; nothing is unpickled.

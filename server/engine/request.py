@@ -408,7 +408,7 @@ class WaitReason(StrEnum):
     SLOT = "slot"
     MEMORY = "memory"
     DISK = "disk"
-    """Its state is being read, or its picture decoded."""
+    """The request's state is being read from disk, or a picture of the request is being decoded."""
     ORDER = "order"
     """Others go first."""
 
