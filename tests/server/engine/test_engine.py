@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cache.slots import Slot
+from cache.snapshots import RestorePoint, RestorePointKind
 from models.formats import Pooling
 from models.inference.sampling_params import SamplingParams
 from server.engine import sequence
@@ -87,6 +88,12 @@ def request(name: str = "r", length: int = 10, max_tokens: int = 5) -> Generatio
 async def collect(generation: Generation) -> list[Event]:
     """Returns all events of a request."""
     return [event async for event in generation]
+
+
+def test_a_prompts_head_ends_with_the_last_of_its_system_messages() -> None:
+    points = tuple(RestorePoint(offset, RestorePointKind.SYSTEM_END) for offset in (5, 9))
+    assert replace(request(), restore_points=points).head_tokens == 9
+    assert request().head_tokens == 0
 
 
 @awaited
